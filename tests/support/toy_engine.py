@@ -5,7 +5,6 @@ It fuses, splits and pads tensors like engines, and fails on request.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import hashlib
@@ -13,17 +12,16 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from forked_server import forked_server
 from host_device import HostDevice, host_device
 from torch import nn
 from toy_adapters import ToyAdapters
@@ -393,34 +391,38 @@ class _Front(BaseHTTPRequestHandler):
         pass
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tp", type=int)
-    parser.add_argument("--dtype")
-    parser.add_argument("--blocks", type=int, nargs=2)
-    parser.add_argument("--devices", nargs="*", default=[])
-    parser.add_argument("--token", default="")
-    parser.add_argument("--missing", nargs="*", default=[])
-    arguments = parser.parse_args()
+def _serve_engine(
+    announce: Callable[[int], None],
+    tp: int,
+    dtype: str,
+    blocks: tuple[int, int] | None,
+    devices: Sequence[str],
+    token: str,
+    missing: Sequence[str],
+) -> None:
     torch.set_num_threads(1)
+    each = [(tp, rank, dtype, blocks, devices[rank] if devices else "") for rank in range(tp)]
+    _Front.pipes, _Front.pids = start_workers(_worker, each)
+    _Front.log, _Front.token, _Front.missing = [], token, list(missing)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Front)
+    announce(server.server_address[1])
+    server.serve_forever()
+
+
+def start_workers(
+    target: Callable[..., None], arguments: Iterable[tuple[Any, ...]]
+) -> tuple[list[Connection], list[int]]:
+    """Fork a process for each of the arguments; the first argument of each is its end of a pipe."""
     context = multiprocessing.get_context("fork")
     pipes, pids = [], []
-    for rank in range(arguments.tp):
+    for each in arguments:
         ours, theirs = context.Pipe()
-        device = arguments.devices[rank] if arguments.devices else ""
-        blocks = tuple(arguments.blocks) if arguments.blocks else None
-        process = context.Process(
-            target=_worker, args=(theirs, arguments.tp, rank, arguments.dtype, blocks, device), daemon=True
-        )
+        process = context.Process(target=target, args=(theirs, *each), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
         pids.append(process.pid)
-    _Front.pipes, _Front.pids, _Front.log = pipes, pids, []  # type: ignore[assignment]
-    _Front.token, _Front.missing = arguments.token, arguments.missing
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Front)
-    print(server.server_address[1], flush=True)
-    server.serve_forever()
+    return pipes, pids  # type: ignore[return-value]
 
 
 class ToyEngine:
@@ -460,19 +462,5 @@ def toy_engine(
     """With ``blocks``, one that has its matrices in 8 bits with scales of such blocks. ``devices`` of its workers, in
     whose memory weights may arrive: ``cuda:N``, or "host" for the stand-in. Requests need the ``token``, and the
     endpoints that are ``missing`` do not exist."""
-    command = [sys.executable, __file__, "--tp", str(tp), "--dtype", dtype]
-    if blocks is not None:
-        command += ["--blocks", *map(str, blocks)]
-    command += ["--token", token, "--devices", *devices, "--missing", *missing]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
-    try:
-        yield ToyEngine(f"http://127.0.0.1:{int(process.stdout.readline())}")
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-
-
-if __name__ == "__main__":
-    _main()
+    with forked_server(_serve_engine, tp, dtype, blocks, devices, token, missing) as port:
+        yield ToyEngine(f"http://127.0.0.1:{port}")

@@ -6,14 +6,10 @@ checkpoint-engine does not support workers on CPUs; these use their handles unch
 
 from __future__ import annotations
 
-import argparse
 import copy
-import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from multiprocessing.connection import Connection
@@ -22,7 +18,8 @@ from typing import Any
 import torch
 import zmq
 from checkpoint_engine import worker as checkpoint_engine_worker
-from toy_engine import ToyEngine, ToyModel, ToyTrainee, _Front
+from forked_server import forked_server
+from toy_engine import ToyEngine, ToyModel, ToyTrainee, _Front, start_workers
 
 
 class _Host:
@@ -142,30 +139,21 @@ class _IpcFront(_Front):
         return answers
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tp", type=int)
-    parser.add_argument("--dtype")
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--unknown", nargs="*", default=[])
-    parser.add_argument("--cuda", action="store_true")
-    parser.add_argument("--first-failure", action="store_true")
-    arguments = parser.parse_args()
+def _serve_engine(
+    announce: Callable[[int], None],
+    tp: int,
+    dtype: str,
+    port: int,
+    unknown: tuple[str, ...],
+    cuda: bool,
+    first_failure: bool,
+) -> None:
     torch.set_num_threads(1)
-    context = multiprocessing.get_context("fork")
-    pipes, pids = [], []
-    for rank in range(arguments.tp):
-        ours, theirs = context.Pipe()
-        worker = (theirs, arguments.tp, rank, arguments.dtype, arguments.cuda)
-        process = context.Process(target=_serve, args=worker, daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        pids.append(process.pid)
-    _Front.pipes, _Front.pids, _Front.log = pipes, pids, []  # type: ignore[assignment]
-    _IpcFront.unknown, _IpcFront.reads_all = tuple(arguments.unknown), not arguments.first_failure
-    server = ThreadingHTTPServer(("127.0.0.1", arguments.port), _IpcFront)
-    print(server.server_address[1], flush=True)
+    _Front.pipes, _Front.pids = start_workers(_serve, [(tp, rank, dtype, cuda) for rank in range(tp)])
+    _Front.log = []
+    _IpcFront.unknown, _IpcFront.reads_all = unknown, not first_failure
+    server = ThreadingHTTPServer(("127.0.0.1", port), _IpcFront)
+    announce(server.server_address[1])
     server.serve_forever()
 
 
@@ -181,17 +169,5 @@ def toy_ipc_engine(
 ) -> Iterator[ToyEngine]:
     """Its workers are on the devices "cpu-0" and so on, or on the first GPUs. It has not the ``unknown`` paths. With
     ``first_failure``, it reads no answer behind that of a worker that raised, as vLLM."""
-    command = [sys.executable, __file__, "--tp", str(tp), "--dtype", dtype, "--port", str(port), "--unknown", *unknown]
-    command += ["--cuda"] * cuda + ["--first-failure"] * first_failure
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
-    try:
-        yield ToyEngine(f"http://127.0.0.1:{int(process.stdout.readline())}")
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-
-
-if __name__ == "__main__":
-    _main()
+    with forked_server(_serve_engine, tp, dtype, port, unknown, cuda, first_failure) as found:
+        yield ToyEngine(f"http://127.0.0.1:{found}")

@@ -1,0 +1,43 @@
+"""Run a server in a process that is forked from one that has imported torch, as ranks are."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+_Serve = Callable[..., None]
+
+
+@contextmanager
+def forked_server(serve: _Serve, *arguments: Any) -> Iterator[Any]:
+    """Call ``serve(announce, *arguments)`` in a process with a session of its own, and yield what it announces.
+
+    Afterwards the process and its children are killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bytecheckpoint.testing._preload"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(theirs, dict(os.environ), serve, arguments))
+    process.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()
+
+
+def _run(pipe: Connection, environment: dict[str, str], serve: _Serve, arguments: tuple[Any, ...]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    serve(pipe.send, *arguments)
