@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+from leak_watch import threads_left
 
 from bytecheckpoint.control import SingleProcess, SocketCommunicator, current_communicator
 from bytecheckpoint.control.peers import PeerIdentity
@@ -275,15 +276,14 @@ def operations_during_collectives(rank, world_size):
 
 
 def recreate_the_group(rank, world_size, folder):
+    before = {*threading.enumerate()}
     first = current_communicator()
     run_operation(rank, world_size)
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()
     alone = type(current_communicator()).__name__
-    assert not any(thread.name.startswith("bytecheckpoint-control") for thread in threading.enumerate()), (
-        "the first is closed"
-    )
+    assert threads_left("bytecheckpoint-control", before) == [], "the first is closed"
     store = dist.FileStore(f"{folder}/again", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     second = current_communicator()

@@ -6,9 +6,9 @@ import queue
 import secrets
 import socket
 import threading
-import time
 
 import pytest
+from leak_watch import held_now, left_since
 
 from bytecheckpoint.control import network as network_module
 from bytecheckpoint.control.handshake import Introduction, introduce, welcome
@@ -224,13 +224,10 @@ def test_connecting_to_a_process_that_does_not_answer_ends_and_leaves_nothing(ma
     one, _ = make_network(1)
     with socket.create_server((LOOPBACK, 0)) as silent:
         one.set_endpoints({0: Endpoint([LOOPBACK], silent.getsockname()[1])})
-        before = len(os.listdir("/proc/self/fd"))
+        before = held_now()
         with pytest.raises(TimeoutError, match=r"no answer in 0\.3 s"):
             one.connect(0, 0.3)
-        give_up = time.monotonic() + TIMEOUT_S
-        while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < give_up:
-            time.sleep(0.01)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert left_since(before) == []
 
 
 def test_an_address_that_does_not_answer_leaves_time_for_the_next(make_network, monkeypatch):
@@ -256,7 +253,7 @@ def test_sending_never_waits_for_a_peer_that_does_not_read(make_network):
 
 
 def test_a_closed_network_leaves_no_thread_and_no_descriptor():
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    before = held_now()
     for _number in range(3):
         one, other = Network(1, KEY), Network(0, KEY)
         one.attach(Recorder())
@@ -265,7 +262,7 @@ def test_a_closed_network_leaves_no_thread_and_no_descriptor():
         one.close()
         other.close()
         one.close()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert left_since(before, turns=3) == []
     one.send(0, b"dropped")
     with pytest.raises(ConnectionError, match="closed"):
         one.open_stream(0, "save/1", "a")

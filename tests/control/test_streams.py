@@ -3,11 +3,11 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from leak_watch import held_now, left_since
 
 from bytecheckpoint.control import SingleProcess, SocketCommunicator, current_communicator
 from bytecheckpoint.control.peers import PeerIdentity
@@ -157,18 +157,15 @@ def send_too_little(rank, world_size):
 
 
 def count_resources(rank, world_size, number):
-    counts = []
-    for _ in range(2):
-        for _ in range(number):
-            with begin() as operation:
-                streams = operation.streams()
-                for channel in "ab":
-                    streams.send((rank + 1) % world_size, channel, b"abc")
-                    streams.receive((rank - 1) % world_size, channel, bytearray(3))
-        dist.barrier()
-        counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
-        dist.barrier()
-    return counts
+    for turn in range(number + 1):
+        with begin() as operation:
+            streams = operation.streams()
+            for channel in "ab":
+                streams.send((rank + 1) % world_size, channel, b"abc")
+                streams.receive((rank - 1) % world_size, channel, bytearray(3))
+        if turn == 0:
+            before = held_now()
+    return left_since(before, turns=number)
 
 
 def other_hosts(rank, world_size):
@@ -192,16 +189,15 @@ def other_hosts(rank, world_size):
 def open_descriptors(rank, world_size):
     with begin() as operation:
         operation.barrier("begun")
-        counts = [len(os.listdir("/proc/self/fd"))]
+        before = held_now()
         streams = operation.streams()
-        counts.append(len(os.listdir("/proc/self/fd")))
+        unused = left_since(before)
         operation.barrier("unused")
         streams.send(1 - rank, "a", b"x")
         streams.receive(1 - rank, "a", bytearray(1))
-        counts.append(len(os.listdir("/proc/self/fd")))
+        used = held_now().descriptors - before.descriptors
         operation.barrier("used")
-    counts.append(len(os.listdir("/proc/self/fd")))
-    return counts
+    return unused, dict(used), left_since(before)
 
 
 def test_bytes_arrive_in_order_for_any_sizes(rank_pool):
@@ -249,8 +245,7 @@ def test_a_stream_that_ends_too_early_is_a_failure_of_its_sender(rank_pool):
 
 
 def test_fifty_operations_leave_nothing(rank_pool):
-    for first, second in rank_pool.run(count_resources, 25, world_size=3):
-        assert first == second
+    assert rank_pool.run(count_resources, 50, world_size=3) == [[]] * 3
 
 
 def test_ranks_on_several_hosts_stream(rank_pool):
@@ -260,9 +255,7 @@ def test_ranks_on_several_hosts_stream(rank_pool):
 
 
 def test_only_streams_that_are_used_open_descriptors(rank_pool):
-    for before, made, used, closed in rank_pool.run(open_descriptors, world_size=2):
-        assert before == made == closed
-        assert used == before + 2
+    assert rank_pool.run(open_descriptors, world_size=2) == [([], {"socket:": 2}, [])] * 2
 
 
 def test_one_process_has_no_streams():

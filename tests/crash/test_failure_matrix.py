@@ -26,7 +26,7 @@ from crash_rank import run_cell, run_next_job, step_of
 from crash_report import CellFigures, Report
 from crash_state import stored_value
 from crash_verdict import check_found, check_next, check_outcomes, check_stored, seconds_to_end
-from leak_watch import shared_memory_names, shared_memory_of
+from leak_watch import shared_memory_of
 
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -74,7 +74,6 @@ def _run(pool: RankPool, tmp_path: Path, cell: Cell, figures: CellFigures) -> No
     root, scratch = tmp_path / "root", tmp_path / "scratch"
     scratch.mkdir()
     deaths = {cell.victim_of(WORLD): int(signal.SIGKILL)} if cell.kills else {}
-    shared = shared_memory_names()
     earlier = set(pool.pids)
     reports = pool.run(run_cell, cell, str(root), str(scratch), timeout_s=TIMEOUT_S, expect_death=deaths)
     fault_at = time_of(scratch / "fault-time")
@@ -92,4 +91,4 @@ def _run(pool: RankPool, tmp_path: Path, cell: Cell, figures: CellFigures) -> No
     alive = set(pool.pids)
     ranks = earlier.union(alive, *(report.pids for report in reports if report is not None))
     assert processes_of_sessions(ranks - alive) == [], "a child of a dead rank is still running"
-    assert shared_memory_of(ranks) <= {*shared}
+    assert not shared_memory_of(ranks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from leak_watch import files_left_below
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.manifest_file import read_manifest
@@ -221,7 +221,6 @@ def test_nothing_outlives_a_read(saved: Path, pool: ThreadPoolExecutor) -> None:
     manifest = read_manifest(backend)
     row = manifest.tensor_row("model.matrix")
     assert row is not None
-    before = len(os.listdir("/proc/self/fd"))
     out = torch.zeros(70, 50)
     gone = weakref.ref(out)
     gc.collect()
@@ -234,4 +233,4 @@ def test_nothing_outlives_a_read(saved: Path, pool: ThreadPoolExecutor) -> None:
         assert gone() is None
     finally:
         gc.enable()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert files_left_below(saved) == []

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from join_probes import until
-from leak_watch import shared_memory_names
+from join_probes import arenas, until
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
@@ -53,21 +52,18 @@ def pool() -> Iterator[RankPool]:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[ToyEngine]:
     with toy_engine(2) as started:
+        for version in (2, 3):  # it has both of its arenas from now on
+            _push(started, version)
         yield started
 
 
 @pytest.fixture
 def engine(shared: ToyEngine) -> Iterator[ToyEngine]:
     """Serves version 1."""
-    before = _segments()
     _push(shared, 1)
+    mapped = arenas(shared)
     yield shared
-    assert _segments() <= before
-
-
-def _segments() -> set[str]:
-    """List the shared memory of these processes, without that of other running tests."""
-    return {name for name in shared_memory_names() if not name.startswith(("psm_", "vllm", "sem.", "torch_"))}
+    until(lambda: all(now <= then for now, then in zip(arenas(shared), mapped, strict=True)), "no more memory")
 
 
 def _push(engine: ToyEngine, version: int) -> None:
@@ -246,14 +242,12 @@ def test_the_first_push_fails_half_way(can_restore: bool) -> None:
 
 
 def test_a_killed_worker(pool: RankPool) -> None:
-    before = _segments()
     with toy_engine(2) as engine:
         _push(engine, 1)
         os.kill(engine.look()["pids"][1], signal.SIGKILL)
         message = _same(pool.run(_fail, engine.url), EngineError)
         assert message.startswith(f"{engine.url} has ended: its server or one of its workers was killed or failed")
         assert "--worker-extension-cls" not in message
-    assert _segments() <= before
 
 
 def test_a_late_sender_writes_into_unused_memory(engine: ToyEngine) -> None:

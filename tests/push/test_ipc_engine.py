@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +21,7 @@ from bytecheckpoint.testing import time_limit
 pytest.importorskip("checkpoint_engine")
 
 from join_probes import held_by, until, wait_until_it_holds_at_most
-from leak_watch import held_now
+from leak_watch import held_now, left_since, until_empty
 from torch.distributed.fsdp import fully_shard
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 from toy_ipc_engine import toy_ipc_engine
@@ -238,6 +237,7 @@ def test_a_worker_that_is_busy_when_the_push_begins(engine: ToyEngine, pool: Ran
 
 
 def _die_in_third_bucket(rank: int, world_size: int, url: str, log: Path) -> str:
+    """The file ``sockets`` beside the log gets the names of the abstract sockets of the update."""
     with log.open("wb") as opened:
         os.dup2(opened.fileno(), 2)
     send = Update.send
@@ -247,6 +247,8 @@ def _die_in_third_bucket(rank: int, world_size: int, url: str, log: Path) -> str
         nonlocal sent
         sent += 1
         if sent == 3:
+            names = [worker.name.removeprefix("ipc://") for worker in update._workers]
+            (log.parent / "sockets").write_text("\n".join(names))
             os.kill(os.getpid(), signal.SIGKILL)
         send(update, what)
 
@@ -265,10 +267,10 @@ def test_a_killed_sender(engine: ToyEngine, pool: RankPool, tmp_path: Path) -> N
     until(lambda: "\n" in log.read_text(), "the guard has reported it")
     assert f"{engine.url} has a part of a version and is left paused; push again, or restart it" in log.read_text()
     assert engine.look()["memories"] == [0, 0]
-    end = time.monotonic() + time_limit(30)  # the guard must end too
-    while "@bcp-" in Path("/proc/net/unix").read_text():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    sockets = (tmp_path / "sockets").read_text().split()
+    assert len(sockets) == 2
+    # The guard must end too.
+    assert until_empty(lambda: [name for name in sockets if name in Path("/proc/net/unix").read_text()]) == []
     pool.run(_push_and_look, engine.url, [3], WHOLE)
     _assert_serves(engine, 3)
 
@@ -298,14 +300,17 @@ def test_from_an_engine_that_was_pushed_to(engine: ToyEngine) -> None:
 
 
 def test_resources_do_not_grow(engine: ToyEngine) -> None:
-    held = []
-    for versions in ((1, 2), (3, 4, 5)):
+    def push(version: int) -> None:
         with _pusher(engine.url, **RING) as pusher:
-            for version in versions:
-                pusher.push(ToyTrainee(version), version=version)
-        held.append((held_by(engine), held_now()))
-    assert held[0][1] == held[1][1]
-    wait_until_it_holds_at_most(engine, held[0][0])
+            pusher.push(ToyTrainee(version), version=version)
+
+    push(1)
+    push(2)
+    engine_before, before = held_by(engine), held_now()
+    for version in (3, 4, 5):
+        push(version)
+    assert left_since(before, turns=3) == []
+    wait_until_it_holds_at_most(engine, engine_before)
 
 
 def test_targets_other_than_the_model_are_refused(engine: ToyEngine) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from join_probes import arenas, giving, until
-from leak_watch import held_now
+from join_probes import arenas, giving, held_by, until, wait_until_it_holds_at_most
+from leak_watch import held_now, left_since
 from toy_blocks import block_digests
 from toy_engine import ToyEngine, ToyTrainee, digest_of, expected_digests, toy_engine
 
@@ -219,17 +217,18 @@ def test_several_joins_at_once(engines: dict[str, ToyEngine]) -> None:
 def test_ten_joins_leak_nothing(engines: dict[str, ToyEngine], tcp: bool) -> None:
     one, two, _ = engines.values()
     _push(two, 70)
-    held = []
-    for _ in range(10):
+
+    def join() -> list[list[int]]:
         _join(two, one, release=True, tcp_only=tcp)
         until(lambda: max(two.look()["threads"]) == 1, "its threads have ended")
-        own = held_now()
-        held.append(
-            [arenas(engine) for engine in (one, two)]
-            + [engine.look()[what] for engine in (one, two) for what in ("descriptors", "threads")]
-            + [own.descriptors, own.threads, own.shared_memory]
-        )
-    assert held[1:] == held[:1] * 9
+        return [arenas(engine) for engine in (one, two)]
+
+    mapped = join()
+    of_engines, before = [held_by(engine) for engine in (one, two)], held_now()
+    assert [join() for _ in range(9)] == [mapped] * 9
+    assert left_since(before, turns=9) == []
+    for engine, held in zip((one, two), of_engines, strict=True):
+        wait_until_it_holds_at_most(engine, held)
 
 
 def test_no_tensor_bytes_pass_through_the_coordinator(
@@ -237,6 +236,7 @@ def test_no_tensor_bytes_pass_through_the_coordinator(
 ) -> None:
     one, two, _ = engines.values()
     _push(two, 80)
+    before = held_now()
     results = []
 
     def listening(engine: HttpEngine, request: str, timeout_s: float) -> list[str]:
@@ -249,4 +249,4 @@ def test_no_tensor_bytes_pass_through_the_coordinator(
     monkeypatch.setattr(joining, "_FIRST_POLL_S", 0.2)
     report = _join(two, one)
     assert sum(results) < 0.2 * report.workers[0].sent
-    assert "/memfd:bcp-" not in Path(f"/proc/{os.getpid()}/maps").read_text()
+    assert left_since(before) == []

@@ -14,6 +14,7 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leak_watch import threads_left
 
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from bytecheckpoint.inference.layouts.parts import Part
@@ -75,12 +76,13 @@ def _ring_of(layout: Layout, limit: int) -> Waves:
 
 @contextmanager
 def _ring(waves: Waves, uses: list[int], deadline_s: float = time_limit(10)) -> Iterator[RingBuffer]:
+    before = {*threading.enumerate()}
     ring = RingBuffer(waves, _takes(waves.layout, uses), deadline_s)
     try:
         yield ring
     finally:
         ring.close()
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp-push-tcp")]
+        assert threads_left("bcp-push-tcp", before) == []
 
 
 @contextmanager

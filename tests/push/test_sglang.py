@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from join_probes import until
-from leak_watch import held_now
+from leak_watch import held_now, left_since
 from sglang_server import SglangServer, sglang_server
 from torch.distributed.fsdp import fully_shard
 from toy_engine import ToyTrainee, digest_of, expected_digests
@@ -166,12 +166,16 @@ def test_an_interrupt_while_the_engine_loads(server: SglangServer, tmp_path: Pat
 
 def test_a_checkpoint_and_resources(server: SglangServer, tmp_path: Path) -> None:
     bcp.save(tmp_path / "c", {"model": ToyTrainee(7)}, step=70)
-    held = []
-    for _ in range(2):
+
+    def push() -> None:
         with _pusher(server.url, tmp_path) as pusher:
             pusher.push(bcp.open(tmp_path / "c"))
-        held.append(held_now())
-    assert held[0] == held[1]
+
+    push()
+    before = held_now()
+    for _ in range(3):
+        push()
+    assert left_since(before, turns=3) == []
     _assert_serves(server, 7, "70", tmp_path)
 
 

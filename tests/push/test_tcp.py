@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import xxhash
+from leak_watch import threads_left
 
 from bytecheckpoint.engine.tensor_bytes import byte_view
 from bytecheckpoint.errors import DeadlineError, EngineError, UsageError
@@ -56,10 +57,11 @@ def memory() -> torch.Tensor:
 
 @pytest.fixture
 def server(memory: torch.Tensor) -> Iterator[ChunkServer]:
+    before = {*threading.enumerate()}
     started = ChunkServer(ArenaChunks(LAYOUT, memory), time_limit(5))
     yield started
     started.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp-push-tcp")]
+    assert threads_left("bcp-push-tcp", before) == []
 
 
 def _transport(server: ChunkServer, deadline_s: float | None = None) -> TcpTransport:

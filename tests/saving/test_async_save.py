@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -15,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from leak_watch import shared_memory_of
+from leak_watch import held_now, left_since
 from small_training import differing, memory, training
 
 import bytecheckpoint as bcp
@@ -555,17 +553,6 @@ def test_a_save_in_a_done_callback_that_would_wait_for_itself(tmp_path: Path) ->
 # -- nothing piles up --------------------------------------------------------------------------------------------
 
 
-def _held_resources(saver: bcp.Checkpointer) -> dict[str, Any]:
-    process = psutil.Process()
-    return {
-        "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("bcp")),
-        "descriptors": process.num_fds(),
-        "all threads": process.num_threads(),
-        "shared memory": shared_memory_of({os.getpid()}),
-        "arena": saver._engine.arena.nbytes,
-    }
-
-
 def test_thirty_saves_leave_what_two_left(tmp_path: Path) -> None:
     state = training(1.0)
     with bcp.Checkpointer() as saver:
@@ -576,14 +563,10 @@ def test_thirty_saves_leave_what_two_left(tmp_path: Path) -> None:
 
         saver.warmup(state)  # threads are started as they are needed
         save(4)
-        before = _held_resources(saver)
+        before, staged = held_now(), saver._engine.arena.nbytes
         save(30)
-        after = _held_resources(saver)
-        assert {k: v for k, v in after.items() if k != "shared memory"} == {
-            k: v for k, v in before.items() if k != "shared memory"
-        }
-        ours = [name for name in set(after["shared memory"]) - set(before["shared memory"]) if "bcp" in name]
-        assert ours == []
+        assert left_since(before, turns=30) == []
+        assert saver._engine.arena.nbytes == staged
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp") and _of(saver, thread)]
     assert saver._engine.arena.nbytes == 0
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import uuid
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from leak_watch import held_now, median, memory_now
+from leak_watch import held_now, left_since, median, memory_now
 
 import bytecheckpoint as bcp
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
@@ -91,21 +89,18 @@ class TestAzureCheckpointsThroughObstore(_ThroughObstore, HttpRows):
 
     def test_twenty_saves_hold_what_two_held(self, store: Store, url: str) -> None:
         state = {"model": {"weight": torch.zeros(6 << 20)}, "extra_state": {"step": 0}}  # two parts
-        memory, held = [], []
+        memory = []
         with bcp.Checkpointer() as checkpointer:
             for step in range(20):
                 state["extra_state"]["step"] = step
                 options = dict(store.options)
                 checkpointer.save(url, state, async_save=True, storage_options=options).result()
-                gc.collect()
                 memory.append(memory_now())
-                held.append(held_now())
+                if step == 1:
+                    before = held_now()
+            # Connections are kept for the next request, as many as were in use at once.
+            assert left_since(before, turns=5) == []
         assert median(memory[-5:]) - median(memory[1:6]) < 10 << 20
-        assert held[-1].native_threads <= held[1].native_threads + 4
-        new = Counter(held[-1].threads) - Counter(held[1].threads)
-        assert all(name.startswith("bcp-io") for name in new)  # started when they are needed
-        assert held[-1].descriptors.count("socket") <= held[1].descriptors.count("socket") + 4
-        assert set(Counter(held[-1].descriptors) - Counter(held[1].descriptors)) <= {"socket"}
 
     def test_both_clients_find_the_same_checkpoint(self, store: Store, url: str) -> None:
         state = {"extra_state": {"größe?": 1}}

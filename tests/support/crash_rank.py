@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from crash_cells import Cell
 from crash_faults import Fault, ProcessWatch, continue_afterwards
-from crash_holdings import Resources, left_since
 from crash_job import Job, new_job
 from crash_state import NEW, NEXT, PREVIOUS, empty_state, new_state, value_of
+from leak_watch import held_now, left_since
 
 from bytecheckpoint.errors import BytecheckpointError, CommitUnknownError, DeadlineError, RankFailedError
 from bytecheckpoint.manager.lease import LEASE_KEY
@@ -90,7 +90,7 @@ def run_cell(rank: int, world_size: int, cell: Cell, root: str, scratch: str) ->
     In that case, ``root`` is copied to ``<scratch>/after`` as the fault left it.
     """
     _prepare(cell, root)
-    before = Resources.now()
+    before = held_now()
     pids = _exchange(os.getpid())
     dist.barrier()
     victim = cell.victim_of(world_size)

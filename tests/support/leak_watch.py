@@ -1,4 +1,10 @@
-"""Measure the memory, descriptors, threads, children and shared memory of this process."""
+"""Find what code leaves behind in this process: threads, descriptors, children, shared memory and memory.
+
+The rest of the process is at work as well: pools start their threads when they are needed, connections end a moment
+after their use, and servers of other tests answer. So a test never compares all that the process holds. It counts what
+has been added since a moment before, of the library's own threads, and allows a little time for what is ending. A test
+that repeats something passes ``turns``: what every turn leaks has been added at least that often.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +15,74 @@ import re
 import statistics
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
-from operator import and_
 from pathlib import Path
 
 import psutil
 
-from bytecheckpoint.storage_backends.keys import TEMPORARY_PREFIX
 from bytecheckpoint.testing import time_limit
 
-_LOOKS = 5
-_PATIENCE_S = time_limit(10)
+_POOLS = {"bcp-io": 8, "bcp-save": 1, "bcp-help": 3, "bcp-upload": 1, "bytecheckpoint-s3": 8}
+"""Limits of the thread pools that a process keeps between saves; threads start on demand."""
+
+_ENDING_S = time_limit(10)
+"""How long a thread or a connection may take to end."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """All resources except memory, which must be exactly the same later."""
+    """What a process holds, by name. ``threads`` are the library's; all others count as "native"."""
 
-    descriptors: list[str]
-    threads: list[str]
-    native_threads: int
-    children: list[str]
-    shared_memory: list[str]
+    threads: Counter[str]
+    descriptors: Counter[str]
+    children: Counter[str]
+    shared_memory: Counter[str]
+
+    def beyond(self, before: Held, turns: int = 1) -> list[str]:
+        """Return what has been added since ``before``, of each kind only if it is ``turns`` or more."""
+        added: defaultdict[str, list[str]] = defaultdict(list)
+        for name in (self.threads - before.threads).elements():
+            added[f"thread {name}"].append(name)
+        for name in (self.descriptors - before.descriptors).elements():
+            added["open file" if name.startswith("/") else f"descriptor of {name.partition(':')[0]}"].append(name)
+        for name in (self.children - before.children).elements():
+            added["child"].append(name)
+        for name in (self.shared_memory - before.shared_memory).elements():
+            added["shared memory"].append(name)
+        return [f"{len(names)} more {kind}: {set(names)}" for kind, names in added.items() if len(names) >= turns]
 
 
 def held_now() -> Held:
     gc.collect()
-    process = psutil.Process()
-    return Held(
-        sorted(_descriptors().elements()),
-        sorted(thread.name for thread in threading.enumerate()),
-        process.num_threads(),
-        sorted(child.name() for child in process.children(recursive=True)),
-        _shared_memory(),
-    )
+    children = psutil.Process().children(recursive=True)
+    return Held(_threads(), open_descriptors(), Counter(map(_name_of, children)), _shared_memory())
+
+
+def left_since(before: Held, turns: int = 1) -> list[str]:
+    """Return what has been added since ``before`` and does not end in a short time; empty if nothing was."""
+    return until_empty(lambda: held_now().beyond(before, turns))
+
+
+def files_left_below(*folders: Path | str) -> list[str]:
+    """Return the files below these folders that this process has open and does not close in a short time."""
+    inside = tuple(f"{os.path.realpath(folder)}/" for folder in folders)
+    return until_empty(lambda: [name for name in open_descriptors().elements() if name.startswith(inside)])
+
+
+def threads_left(prefix: str, before: set[threading.Thread]) -> list[str]:
+    """Return the threads with this prefix that are not in ``before`` and do not end in a short time."""
+    return until_empty(lambda: [one.name for one in {*threading.enumerate()} - before if one.name.startswith(prefix)])
+
+
+def until_empty(find: Callable[[], list[str]]) -> list[str]:
+    """Return what ``find`` still finds after a short time, in which it may disappear."""
+    end = time.monotonic() + _ENDING_S
+    while (found := find()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
 
 
 def memory_now() -> int:
@@ -65,43 +101,42 @@ def median(samples: Sequence[int]) -> int:
     return int(statistics.median(samples))
 
 
-def _descriptors() -> Counter[str]:
-    """Return the targets of descriptors that stay open.
-
-    Others are open only briefly: a lease, for example, is rewritten from time to time.
-    """
-    found, end = reduce(and_, (_open_now() for _ in range(_LOOKS))), time.monotonic() + _PATIENCE_S
-    while any(TEMPORARY_PREFIX in name for name in found) and time.monotonic() < end:
-        time.sleep(0.01)
-        found &= _open_now()
-    return found
-
-
-def _open_now() -> Counter[str]:
-    """Return the targets without the numbers of sockets and pipes, which vary."""
+def open_descriptors() -> Counter[str]:
+    """Return the targets of this process's descriptors, without the numbers of sockets and pipes, which vary."""
     found: Counter[str] = Counter()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the descriptor of the listing itself
-            found[os.readlink(f"/proc/self/fd/{name}").split(":[")[0]] += 1
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the descriptor of the listing itself
+            found[re.sub(r"(?<=:)\[\d+\]", "", os.readlink(f"/proc/self/fd/{number}"))] += 1
     return found
-
-
-def _shared_memory() -> list[str]:
-    """Return the segments that this process has mapped, and those that it has named."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line or "/memfd:" in line]
-    return sorted([*mapped, *shared_memory_of({os.getpid()})])
-
-
-def shared_memory_names() -> list[str]:
-    return sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else []
 
 
 def shared_memory_of(pids: set[int]) -> set[str]:
-    """Return the segments that these processes have named.
+    """Return the segments that these processes have named. torch calls them ``torch_PID_...``; the library's own have
+    no name."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if (found := re.match(r"torch_(\d+)_", name)) and int(found[1]) in pids}
 
-    torch names a segment ``torch_PID_...``; the library's own segments have no name. A pid may also be part of a longer
-    number in the name of a segment of another process.
-    """
-    found = {str(pid) for pid in pids}
-    return {name for name in shared_memory_names() if not found.isdisjoint(re.split(r"\W|_", name))}
+
+def _threads() -> Counter[str]:
+    named = Counter(
+        re.sub(r"[-_]?\d+$", "", thread.name)
+        for thread in threading.enumerate()
+        if thread.name.startswith(("bcp", "bytecheckpoint"))
+    )
+    for pool, limit in _POOLS.items():
+        named[pool] = max(0, named[pool] - limit)
+    named["native"] = len(os.listdir("/proc/self/task")) - threading.active_count()
+    return named
+
+
+def _name_of(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return str(process.name())
+    return "ended"
+
+
+def _shared_memory() -> Counter[str]:
+    """Return the segments that this process has mapped, and those that it has named."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line or "/memfd:" in line]
+    return Counter([*mapped, *shared_memory_of({os.getpid()})])
