@@ -23,6 +23,7 @@ import numpy as np
 import xxhash
 import zstandard
 
+from bytecheckpoint.format.checksums import CHECKSUM_BYTES, checksum_column
 from bytecheckpoint.format.manifest import FileTable, Manifest, SectionInfo, decode, encode, validate
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.tables import BoxTable, TensorTable
@@ -77,6 +78,7 @@ def build(case: str, count: int) -> Manifest:
     # Distribute shards at random: in a real save, neighbours in a file belong to different tensors.
     deal = np.random.default_rng(0).permutation(total)
     held = np.bincount(file, minlength=FILES)
+    checksums = checksum_column(np.random.default_rng(1).bytes(CHECKSUM_BYTES * total))
     files = FileTable(
         [f"attempt-0/model-{i:05d}.safetensors" for i in range(FILES)],
         4096 + held * nbytes,
@@ -84,7 +86,7 @@ def build(case: str, count: int) -> Manifest:
         np.arange(FILES),
         ["tensors"] * FILES,
         np.full(FILES, 4096, np.int64),
-        np.arange(FILES, dtype=np.uint64),
+        checksums[:FILES],
         np.full(FILES, CHUNK, np.int64),
         ["raw"] * FILES,
     )
@@ -104,7 +106,7 @@ def build(case: str, count: int) -> Manifest:
         ),
         shard_file=file[deal],
         shard_offset=((np.arange(total) - first[file]) * nbytes)[deal],
-        checksums=np.random.default_rng(1).integers(0, 1 << 63, total, dtype=np.uint64),
+        checksums=checksums,
     )
 
 

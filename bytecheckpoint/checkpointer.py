@@ -178,7 +178,7 @@ class Checkpointer:
             codec: How to encode tensors: None (not at all), "zstd", "zstd-planes" (which separates the bytes of
                 floating-point numbers by significance first: bf16 weights shrink to 0.69, fp32 ones to 0.85), or a
                 codec of another package. Chunks are encoded one by one, so a part of a tensor can still be read. The
-                files are no safetensors files then, and need format version 2. "auto" encodes with "zstd-planes" on
+                files are no safetensors files then. "auto" encodes with "zstd-planes" on
                 ranks whose earlier saves have shown that the store is slower than the codec, and never on local disks.
                 Needs ``layout="shards"``.
             base: Do not write what an older checkpoint has: chunks of tensors that are equal to its chunks at the same

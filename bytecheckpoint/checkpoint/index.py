@@ -14,7 +14,7 @@ from ..engine.reading.crc_check import CrcTable
 from ..engine.reading.reader import Reader
 from ..engine.reading.views import StoredViews
 from ..engine.resources import IOEngine
-from ..format.manifest import Manifest, ManifestV1, ManifestV2, validate_foreign
+from ..format.manifest import Manifest, pack_payload, unpack_payload, validate_foreign
 from ..format.values import decode_path, encode_path
 from ..storage_backends import join
 from ..storage_backends.base import StorageBackend
@@ -105,8 +105,11 @@ def encode_index(index: Index) -> bytes:
     crcs = None
     if index.crcs is not None:
         crcs = [column.tobytes() for column in (index.crcs.file, index.crcs.begin, index.crcs.end, index.crcs.crc)]
-    views = None if index.views is None else _pack_views(index.views)
-    packed: bytes = msgpack.packb([index.system, index.name, ManifestV1.pack(index.manifest), values, crcs, views])
+    manifest, views = index.manifest, None
+    if index.views is not None:
+        views, files = _pack_views(index.views), manifest.files
+        manifest = replace(manifest, files=replace(files, codec=["raw"] * len(files), frames=None))
+    packed: bytes = msgpack.packb([index.system, index.name, pack_payload(manifest), values, crcs, views])
     return _START + zstandard.ZstdCompressor(level=1).compress(packed)
 
 
@@ -119,7 +122,7 @@ def decode_index(data: bytes, backend: StorageBackend) -> Index:
     """Return the index that ``encode_index`` has encoded on another rank, validated. Raises ``FormatError``."""
     packed: list[Any] = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(data[len(_START) :]))
     system, name, tables, values, crcs, views = packed
-    manifest = ManifestV1.unpack(tables)
+    manifest = unpack_payload(tables)
     stored_views = None if views is None else _unpack_views(*views)
     if stored_views is not None:
         manifest.files = stored_views.stored.files  # with their frames, which are not those of the views
@@ -138,18 +141,15 @@ def decode_index(data: bytes, backend: StorageBackend) -> Index:
 def _pack_views(views: StoredViews) -> list[Any]:
     assert not views.others, "means are computed by one process"
     within, stored = views.within, views.stored
-    if stored.version == 1:
-        # Columns of a manifest cannot hold the negative offsets that views may have.
-        tables = ManifestV1.pack(replace(stored, shard_offset=np.zeros_like(stored.shard_offset)))
-    else:
-        tables = ManifestV2.pack(stored)
+    # Columns of a manifest cannot hold the negative offsets that views of files without frames may have.
+    tables = pack_payload(replace(stored, shard_offset=np.maximum(stored.shard_offset, 0)))
     columns = (stored.shard_offset, views.row, within.offsets, within.lengths, np.diff(within.starts))
-    return [stored.version, tables, *(column.tobytes() for column in columns)]
+    return [tables, *(column.tobytes() for column in columns)]
 
 
-def _unpack_views(version: int, tables: bytes, *columns: bytes) -> StoredViews:
+def _unpack_views(tables: bytes, *columns: bytes) -> StoredViews:
     offset, row, offsets, lengths, ndim = map(_numbers, columns)
-    stored = replace((ManifestV1 if version == 1 else ManifestV2).unpack(tables), shard_offset=offset)
+    stored = replace(unpack_payload(tables), shard_offset=offset)
     return StoredViews(stored, row, BoxTable(row, offsets, lengths, ragged_starts(ndim)))
 
 

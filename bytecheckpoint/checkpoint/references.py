@@ -190,7 +190,7 @@ def release(
 
     Arguments and result are those of ``remove_checkpoint``.
     """
-    if not len(manifest.digests):
+    if not manifest.is_shared:
         _delete(backend, manifest.files.name)  # no save has used it as its base, so nothing refers to its files
         return []
     older = {"": set(), **older_attempts(manifest)}

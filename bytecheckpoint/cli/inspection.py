@@ -16,7 +16,7 @@ from ..checkpoint.discovery import BestMode, Listing, find_best, find_milestone,
 from ..codecs import PlainCodec
 from ..errors import CheckpointNotFoundError
 from ..foreign.opening import Location
-from ..format.manifest import split_reference
+from ..format.manifest import FORMAT_VERSION, split_reference
 from ..rules import Rules
 from ..storage_backends import open_backend
 from .incomplete import list_incomplete
@@ -203,7 +203,7 @@ def _summary(found: Checkpoint) -> dict[str, Any]:
         "created": found.created,
         "world_size": found.world_size,
         "system": found.index.system,
-        "format_version": manifest.version,
+        "format_version": FORMAT_VERSION,
         "library_version": manifest.library_version,
         "attempt": manifest.attempt,
         "metadata": plain(found.metadata),

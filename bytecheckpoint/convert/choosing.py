@@ -63,9 +63,6 @@ def chosen_part(
         shards=moved,
         shard_file=old.shard_file[shards],
         shard_offset=shards,
-        checksums=np.zeros(
-            int((-(-old.shard_nbytes[shards] // old.files.chunk_size[old.shard_file[shards]])).sum()), np.uint64
-        ),
         aliases=aliases,
     )
     order = manifest.shard_offset  # of the old shards, which assemble has sorted

@@ -17,15 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import xxhash
 
 from ..checkpoint.index import Index
 from ..engine.checksums import ChunkHasher, chunk_size_for
 from ..engine.reading.reader import Reader, ReadPart
 from ..engine.tensor_bytes import box_view, byte_view
 from ..errors import CommitUnknownError, KeyExistsError, KeyNotFoundError
+from ..format.checksums import Checksums, checksum_column, checksum_of, empty_checksums
 from ..format.manifest import MANIFEST_KEY, FileTable, Manifest, timestamp
 from ..format.safetensors import HeaderEntry, build_header
 from ..planners import plan_load, split_box
@@ -261,7 +260,7 @@ class Rewriter:
 
     def write(
         self, target: StorageBackend, file: OutputFile, progress: Progress, *, chunk_size: int = PIECE_BYTES
-    ) -> npt.NDArray[np.uint64]:
+    ) -> Checksums:
         """Write one file and make it durable. Return the checksums of its tensors' chunks, in file order.
 
         On an error the file is removed. If the store shows files that are being written, the header is written last:
@@ -314,7 +313,7 @@ class Rewriter:
             rank=np.array([0] * len(files) + [one.rank for one in values], np.int64),
             kind=["tensors"] * len(files) + [one.kind for one in values],
             head_length=np.array([len(head) for head in heads], np.int64),
-            head_checksum=np.array([xxhash.xxh3_64_intdigest(head) for head in heads], np.uint64),
+            head_checksum=checksum_column(map(checksum_of, heads)),
             chunk_size=np.full(len(heads), chunk_size, np.int64),
             codec=["raw"] * len(heads),
         )
@@ -332,7 +331,7 @@ class Rewriter:
             shards=BoxTable.build([(tensor.row, tensor.box) for _, tensor in tensors]),
             shard_file=np.array([number for number, _ in tensors], np.int64),
             shard_offset=np.concatenate([np.empty(0, np.int64), *(file.offsets() for file in files)]),
-            checksums=np.concatenate([np.empty(0, np.uint64), *checksums]),
+            checksums=np.concatenate([empty_checksums(), *checksums]),
             aliases=list(old.aliases),
         )
 

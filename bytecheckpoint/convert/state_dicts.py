@@ -18,7 +18,7 @@ _MODELS = frozenset({"module", "fsdp1", "deepspeed", "megatron"})
 _OPTIMIZERS = frozenset({"optimizer", "deepspeed-optimizer", "megatron-optimizer"})
 _EXTRA_STATE = "_extra_state"
 _OWN_STATE = "_state_dict"
-# What docs/format.md, section 5.1, defines below a model besides its state dict.
+# What docs/sections.md defines below a model besides its state dict.
 _NOT_IN_STATE_DICT = ("_metadata", "_engine", "__wrapper__")
 
 

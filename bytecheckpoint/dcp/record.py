@@ -11,6 +11,7 @@ import numpy as np
 from ..engine.files import FileImage, data_key, lay_out_file, tensor_image
 from ..engine.writing import WrittenFile, write_images, write_whole
 from ..errors import PlanError, StorageError
+from ..format.checksums import empty_checksums
 from ..format.manifest import Manifest, SectionInfo, timestamp
 from ..format.values import encode_value, encode_values_file, path_name
 from ..save.engine import SaveEngine
@@ -198,7 +199,7 @@ def assemble(
         shards=BoxTable.build(shards),
         shard_file=np.array(files, np.int64),
         shard_offset=np.array(offsets, np.int64),
-        checksums=np.concatenate([np.empty(0, np.uint64), *checksums]),
+        checksums=np.concatenate([empty_checksums(), *checksums]),
         aliases=sorted({pair for _, record in records for pair in record.aliases}),
     )
 

@@ -1,8 +1,4 @@
-"""Chunk checksums: xxh3-64 of every ``chunk_size`` bytes of a tensor; the last chunk may be shorter.
-
-A *strong* checksum has 128 bits, so that equal ones prove equal chunks: xxh3-128. Of more than ``MAX_WEAK_BYTES``
-bytes, its low half is xxh3-64, so both cost one pass. Its high half is called the *digest*. Shorter chunks have none.
-"""
+"""Chunk checksums: that of every ``chunk_size`` bytes of a tensor; the last chunk may be shorter."""
 
 from __future__ import annotations
 
@@ -12,16 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ..format.checksums import Checksums, checksum_column, checksum_of, empty_checksums
 from ..tensors.tables import Int64, ragged_positions
 
-__all__ = ["MAX_WEAK_BYTES", "ChunkHasher", "chunk_bounds", "chunk_checksums", "chunk_size_for"]
-
-MAX_WEAK_BYTES = 240
-"""The longest chunk that has no digest. Up to this length, the two functions of xxh3 are different algorithms."""
+__all__ = ["ChunkHasher", "chunk_bounds", "chunk_checksums", "chunk_size_for"]
 
 _MIN_CHUNK_BYTES = 256 << 10  # longer chunks hash no faster
-_MAX_CHUNKS = 4 << 20  # 32 MiB of manifest
-_LOW = (1 << 64) - 1
+_MAX_CHUNKS = 4 << 20  # 64 MiB of manifest
 
 
 def chunk_size_for(nbytes: int) -> int:
@@ -35,9 +28,9 @@ def chunk_size_for(nbytes: int) -> int:
     return size
 
 
-def chunk_checksums(data: memoryview, chunk_size: int) -> list[int]:
+def chunk_checksums(data: memoryview, chunk_size: int) -> list[bytes]:
     """Return the checksums of consecutive chunks. Releases the GIL while it hashes."""
-    return [xxhash.xxh3_64_intdigest(data[at : at + chunk_size]) for at in range(0, len(data), chunk_size)]
+    return [checksum_of(data[at : at + chunk_size]) for at in range(0, len(data), chunk_size)]
 
 
 class ChunkHasher:
@@ -47,27 +40,14 @@ class ChunkHasher:
     hashed. Not thread-safe; releases the GIL while it hashes.
     """
 
-    def __init__(
-        self,
-        offsets: Sequence[int] | Int64,
-        nbytes: Sequence[int] | Int64,
-        chunk_size: int,
-        *,
-        has_digests: bool = False,
-    ) -> None:
-        """Expect spans of ``nbytes[i]`` bytes at ``offsets[i]`` of the stream, in ascending order.
-
-        With ``has_digests``, compute strong checksums.
-        """
+    def __init__(self, offsets: Sequence[int] | Int64, nbytes: Sequence[int] | Int64, chunk_size: int) -> None:
+        """Expect spans of ``nbytes[i]`` bytes at ``offsets[i]`` of the stream, in ascending order."""
         self._starts, self._stops = chunk_bounds(
             np.asarray(offsets, np.int64), np.asarray(nbytes, np.int64), chunk_size
         )
-        self._checksums = np.zeros(len(self._starts), np.uint64)
-        self.digests = np.zeros(len(self._starts) if has_digests else 0, np.uint64)
-        """The digests of the complete chunks; 0 for a short chunk. Empty if none were requested."""
-        self._has_digests = has_digests
+        self._checksums = empty_checksums(len(self._starts))
         self._assumed = np.zeros(len(self._starts), bool)
-        self._partial: xxhash.xxh3_64 | xxhash.xxh3_128 | None = None  # of the next chunk, if a piece ended inside it
+        self._partial: xxhash.xxh3_128 | None = None  # of the next chunk, if a piece ended inside it
         self.position = 0
         """Bytes of the stream that have arrived."""
         self.chunks_done = 0
@@ -84,62 +64,50 @@ class ChunkHasher:
             self._partial.update(data[: int(self._stops[first]) - start])
             if done == first:
                 return
-            self._keep(first, [self._partial.intdigest()])
+            self._keep(first, [self._partial.digest()])
             self._partial = None
             first += 1
         begins, ends = (self._starts[first:done] - start).tolist(), (self._stops[first:done] - start).tolist()
-        digest = _strong if self._has_digests else xxhash.xxh3_64_intdigest
         if self._assumed[first:done].any():
             for chunk, begin, end in zip(range(first, done), begins, ends):
                 if not self._assumed[chunk]:
-                    self._keep(chunk, [digest(data[begin:end])])
+                    self._keep(chunk, [checksum_of(data[begin:end])])
         else:
-            self._keep(first, [digest(data[begin:end]) for begin, end in zip(begins, ends)])
+            self._keep(first, [checksum_of(data[begin:end]) for begin, end in zip(begins, ends)])
         self.chunks_done = done
         if done < len(self._starts) and self._starts[done] < stop and not self._assumed[done]:
-            is_strong = self._has_digests and self._stops[done] - self._starts[done] > MAX_WEAK_BYTES
-            hasher = xxhash.xxh3_128 if is_strong else xxhash.xxh3_64
-            self._partial = hasher(data[int(self._starts[done]) - start :])
+            self._partial = xxhash.xxh3_128(data[int(self._starts[done]) - start :])
 
-    def assume(
-        self, chunks: npt.NDArray[np.bool_], checksums: npt.NDArray[np.uint64], digests: npt.NDArray[np.uint64]
-    ) -> None:
-        """Take the values of these chunks as given, and hash only the others. Call it before the first ``update``."""
+    def assume(self, chunks: npt.NDArray[np.bool_], checksums: Checksums) -> None:
+        """Take the checksums of these chunks as given. Call it before the first ``update``."""
         self._assumed = chunks
-        self._checksums[chunks], self.digests[chunks] = checksums[chunks], digests[chunks]
+        self._checksums[chunks] = checksums[chunks]
 
     def skip(self, nbytes: int) -> None:
-        """Pass the next bytes of the stream: whole chunks whose values are given. Raises ``ValueError`` otherwise."""
+        """Pass the next bytes: whole chunks whose checksums are given. Raises ``ValueError`` if they are not."""
         stop, first = self.position + nbytes, self.chunks_done
         done = int(np.searchsorted(self._stops, stop, side="right"))
         if self._partial is not None or self._stops[done - 1] != stop or not self._assumed[first:done].all():
             raise ValueError(f"bytes [{self.position}, {stop}) are not whole chunks whose checksums are given")
         self.position, self.chunks_done = stop, done
 
-    def _keep(self, first: int, values: list[int]) -> None:
-        if self._has_digests:
-            self.digests[first : first + len(values)] = [value >> 64 for value in values]
-            values = [value & _LOW for value in values]
-        self._checksums[first : first + len(values)] = values
+    def _keep(self, first: int, values: list[bytes]) -> None:
+        self._checksums[first : first + len(values)] = checksum_column(values)
 
-    def completed(self, chunks: slice) -> npt.NDArray[np.uint64]:
+    def completed(self, chunks: slice) -> Checksums:
         """Return the checksums of complete chunks."""
         return self._checksums[chunks]
 
-    def checksums(self) -> npt.NDArray[np.uint64]:
+    def checksums(self) -> Checksums:
         """Return the checksums of all chunks, in order. Raises ``ValueError`` if chunks are incomplete."""
         if self.chunks_done != len(self._checksums):
             raise ValueError(f"only {self.chunks_done} of {len(self._checksums)} chunks have been hashed")
         return self._checksums
 
-    def completed_since(self, chunk: int) -> list[int]:
+    def completed_since(self, chunk: int) -> list[bytes]:
         """Return the checksums of the complete chunks from number ``chunk`` on."""
-        done: list[int] = self._checksums[chunk : self.chunks_done].tolist()
+        done: list[bytes] = self._checksums[chunk : self.chunks_done].tolist()
         return done
-
-
-def _strong(data: memoryview) -> int:
-    return xxhash.xxh3_128_intdigest(data) if len(data) > MAX_WEAK_BYTES else xxhash.xxh3_64_intdigest(data)
 
 
 def chunk_bounds(offsets: Int64, nbytes: Int64, chunk_size: int) -> tuple[Int64, Int64]:

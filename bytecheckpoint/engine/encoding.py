@@ -4,7 +4,7 @@ A frame is never longer than its chunk, so the staging memory of a piece has roo
 there. The length of a frame is known only after encoding. So the place of a piece in the file is known once all pieces
 before it are encoded: whichever thread encodes the last of them gets all pieces that can be written then.
 
-A chunk whose strong checksum an older checkpoint has at the same place has no frame here; the manifest refers to that
+A chunk whose checksum an older checkpoint has at the same place has no frame here; the manifest refers to that
 checkpoint's.
 """
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_intdigest
 
 from ..codecs import Codec, PlainCodec
+from ..format.checksums import Checksums, checksum_column, checksum_of, empty_checksums
 from ..tensors.tables import Int64
 from .checksums import ChunkHasher
 from .files import FileImage
@@ -30,14 +30,15 @@ Release = Callable[[], object]
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """The frames of one file: the codec's name, the stored bytes of each frame, and their checksums.
+    """The frames of one file: the codec's name, and the stored bytes of each frame.
 
-    ``source`` is 0, or the number of the other file that has the frame; ``offset`` are the positions of these frames.
+    ``checksums`` are those of the frames that are shorter than their chunks; any other frame is its chunk. ``source``
+    is 0, or the number of the other file that has the frame; ``offset`` are the positions of these frames.
     """
 
     codec: str
     length: Int64
-    checksum: npt.NDArray[np.uint64]
+    checksums: Checksums
     source: Int64
     offset: Int64
 
@@ -51,7 +52,7 @@ class Frames:
 class UnencodedPiece:
     """Whole parts ``[first, past)`` of a file: the bytes ``carried`` from earlier pieces, then ``data`` from ``start``.
 
-    ``checksums`` are those of the parts before encoding, and ``is_shared`` states which of them are not stored here.
+    ``is_shared`` states which of them are not stored here.
     """
 
     number: int
@@ -61,7 +62,6 @@ class UnencodedPiece:
     carried: bytearray
     data: memoryview
     release: Release
-    checksums: npt.NDArray[np.uint64]
     is_shared: npt.NDArray[np.bool_]
 
 
@@ -98,8 +98,8 @@ class ChunkEncoder:
         self._encoded: dict[int, tuple[tuple[memoryview, ...], Release]] = {}  # that have no place yet
         self._placed = 0  # pieces
         self._size = 0
-        self._lengths: dict[int, Int64] = {}  # by piece, as are the checksums; 0 for a part that is not stored here
-        self._checksums: dict[int, npt.NDArray[np.uint64]] = {}
+        self._lengths: dict[int, Int64] = {}  # by piece; 0 for a part that is not stored here
+        self._checksums: dict[int, bytes] = {}  # by part, of encoded frames
 
     def cut(self, start: int, data: memoryview, release: Release, nbytes: int | None = None) -> UnencodedPiece | None:
         """Divide the next bytes of the file into parts. Returns None, and releases them, if they complete no part.
@@ -114,9 +114,8 @@ class ChunkEncoder:
             release()
             return None
         whole = int(self._ends[past - 1]) - start
-        checksums, is_shared = self._compare(first, past)
-        carried = self._carried
-        piece = UnencodedPiece(self._pieces, first, past, start, carried, data[:whole], release, checksums, is_shared)
+        is_shared = self._compare(first, past)
+        piece = UnencodedPiece(self._pieces, first, past, start, self._carried, data[:whole], release, is_shared)
         self._carried = bytearray(data[whole:])
         self._cut, self._pieces = past, self._pieces + 1
         return piece
@@ -125,7 +124,7 @@ class ChunkEncoder:
         """Encode a piece in place. Returns the pieces whose place in the file is known now, in order."""
         ends = self._ends[piece.first : piece.past]
         begins = np.append(self._ends[piece.first - 1] if piece.first else 0, ends[:-1])
-        lengths, checksums = np.zeros(len(ends), np.int64), piece.checksums.copy()
+        lengths, checksums = np.zeros(len(ends), np.int64), dict[int, bytes]()
         carried, done = memoryview(b""), 0
         for part in np.flatnonzero(~piece.is_shared).tolist():
             size, width = int(ends[part] - begins[part]), self._widths[piece.first + part]
@@ -142,9 +141,10 @@ class ChunkEncoder:
                 done += len(frame)
             lengths[part] = len(frame)
             if len(frame) < size:
-                checksums[part] = xxh3_64_intdigest(frame)
+                checksums[piece.first + part] = checksum_of(frame)
         with self._lock:
-            self._lengths[piece.number], self._checksums[piece.number] = lengths, checksums
+            self._lengths[piece.number] = lengths
+            self._checksums |= checksums
             self._encoded[piece.number] = (carried, piece.data[:done]), piece.release
             return [*self._place()]
 
@@ -152,23 +152,24 @@ class ChunkEncoder:
         """Return the size of the file, all of whose pieces are encoded, and its frames."""
         order = range(self._pieces)
         length = np.concatenate([np.empty(0, np.int64), *map(self._lengths.__getitem__, order)])[1:]
-        checksum = np.concatenate([np.empty(0, np.uint64), *map(self._checksums.__getitem__, order)])[1:]
+        checksums = empty_checksums(len(length))
+        encoded = sorted(self._checksums)
+        checksums[np.array(encoded, np.int64) - 1] = checksum_column(map(self._checksums.__getitem__, encoded))
         source, offset = np.zeros_like(length), length[:0]
         if self._base is not None:
             base, shared = self._base, self._is_shared[1:]
-            length[shared], checksum[shared] = base.length[shared], base.frame_checksum[shared]
+            length[shared], checksums[shared] = base.length[shared], base.frame_checksum[shared]
             source[shared], offset = base.source[shared], base.offset[shared]
-        return self._size, Frames(self._codec.name, length, checksum, source, offset)
+        is_encoded = length < np.diff(self._ends)
+        return self._size, Frames(self._codec.name, length, checksums[is_encoded], source, offset)
 
-    def _compare(self, first: int, past: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-        """Return the checksums of parts, and which of them the base has. That of the head is 0."""
-        chunks = slice(max(first - 1, 0), past - 1)
-        checksums, base = self._hasher.completed(chunks), self._base
+    def _compare(self, first: int, past: int) -> npt.NDArray[np.bool_]:
+        """Return which parts the base has; the head is none of them."""
+        chunks, base = slice(max(first - 1, 0), past - 1), self._base
         if base is not None:
-            is_equal = (checksums == base.checksum[chunks]) & (self._hasher.digests[chunks] == base.digest[chunks])
+            is_equal = self._hasher.completed(chunks) == base.checksum[chunks]
             self._is_shared[chunks.start + 1 : past] = is_equal & base.is_usable[chunks]
-        head = np.zeros(0 if first else 1, np.uint64)
-        return np.concatenate([head, checksums]), self._is_shared[first:past]
+        return self._is_shared[first:past]
 
     def _frame(self, chunk: memoryview, width: int) -> memoryview:
         """Return the frame of a chunk, which may be the chunk itself."""

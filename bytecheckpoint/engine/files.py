@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from ..format.checksums import Checksums, checksum_of
 from ..format.manifest import encoded_head
 from ..format.safetensors import HeaderEntry, build_header, shard_name
 from ..planners import consecutive_offsets
@@ -43,15 +43,13 @@ class FileLayout:
 class BaseChunks:
     """Where older checkpoints have the chunks of a file with the same layout, by chunk.
 
-    ``checksum`` and ``digest`` are the strong checksums of the chunks. The frame of a chunk has ``length`` bytes, with
-    ``frame_checksum``, at ``offset`` of the file with the number ``source``, from 1. ``is_usable`` is false where a new
-    checkpoint must not refer to it.
+    The frame of a chunk has ``length`` bytes, with ``frame_checksum``, at ``offset`` of the file with the number
+    ``source``, from 1. ``is_usable`` is false where a new checkpoint must not refer to it.
     """
 
-    checksum: npt.NDArray[np.uint64]
-    digest: npt.NDArray[np.uint64]
+    checksum: Checksums
     length: Int64
-    frame_checksum: npt.NDArray[np.uint64]
+    frame_checksum: Checksums
     source: Int64
     offset: Int64
     is_usable: npt.NDArray[np.bool_]
@@ -63,9 +61,9 @@ class FileImage:
 
     ``shards[i]`` occupies ``nbytes[i]`` bytes at ``offsets[i]``, counted from the end of the head, in ascending order.
     ``shards`` is empty if the bytes come from elsewhere, and after all of them are staged. With a ``codec``, sizes and
-    offsets are those before encoding; ``widths`` are as in ``FileLayout``. With ``has_digests``, the chunks get strong
-    checksums; those that equal the ``base``'s are not written. Of them, those that are known to be equal before they
-    are copied are ``shared``, and long runs of them are ``gaps``: ranges of bytes of the file that are not staged.
+    offsets are those before encoding; ``widths`` are as in ``FileLayout``. Chunks that equal the ``base``'s are not
+    written. Of them, those that are known to be equal before they are copied are ``shared``, and long runs of them are
+    ``gaps``: ranges of bytes of the file that are not staged.
     """
 
     key: str
@@ -77,7 +75,6 @@ class FileImage:
     shards: Sequence[Shard] = ()
     widths: Sequence[int] = ()
     codec: str = "raw"
-    has_digests: bool = False
     base: BaseChunks | None = None
     shared: npt.NDArray[np.bool_] | None = None
     gaps: Sequence[tuple[int, int]] = ()
@@ -97,9 +94,9 @@ class FileImage:
         edges = [0, *(edge for gap in self.gaps for edge in gap), self.size]
         return [(begin, end) for begin, end in zip(edges[::2], edges[1::2]) if begin < end]
 
-    def head_checksum(self) -> int:
+    def head_checksum(self) -> bytes:
         """Return the checksum of the head that the manifest records."""
-        return xxhash.xxh3_64_intdigest(self.head)
+        return checksum_of(self.head)
 
     def release_tensors(self) -> None:
         """Drop the references to the caller's tensors; their bytes are staged."""

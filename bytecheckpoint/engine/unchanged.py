@@ -9,8 +9,8 @@ from concurrent.futures import Executor, wait
 import numpy as np
 import numpy.typing as npt
 import torch
-from xxhash import xxh3_128_intdigest
 
+from ..format.checksums import checksum_of
 from ..telemetry.trace import Timings
 from ..tensors.derived import is_derived
 from .checksums import chunk_bounds
@@ -58,11 +58,11 @@ def _unchanged_chunks(image: FileImage, chunk_size: int, executor: Executor, hel
             except IndexError:  # another thread was faster
                 return
             here = slice(first, first + count)
-            expected = zip(base.is_usable[here].tolist(), base.digest[here].tolist(), base.checksum[here].tolist())
+            expected = zip(base.is_usable[here].tolist(), base.checksum[here].tolist(), strict=True)
             data = byte_view(tensor)
-            for chunk, (is_usable, digest, checksum) in enumerate(expected):
+            for chunk, (is_usable, checksum) in enumerate(expected):
                 part = data[chunk * chunk_size : (chunk + 1) * chunk_size]
-                if is_usable and xxh3_128_intdigest(part) == digest << 64 | checksum:
+                if is_usable and checksum_of(part) == checksum:
                     found[first + chunk] = True
                 elif chunk == 0:
                     break

@@ -11,15 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
-import numpy as np
-import numpy.typing as npt
-
 from ..codecs import find_codec
 from ..errors import StorageFullError
+from ..format.checksums import Checksums, empty_checksums
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
 from .checksums import ChunkHasher
@@ -39,29 +37,22 @@ Release = Callable[[], object]
 class WrittenFile:
     """What the manifest records about a durable file.
 
-    ``checksums`` cover its tensors in file order, as do ``digests``, if there are any; ``frames`` are those of an
-    encoded file.
+    ``checksums`` cover its tensors in file order; ``frames`` are those of an encoded file.
     """
 
     key: str
     size: int
     head_length: int
-    head_checksum: int
+    head_checksum: bytes
     chunk_size: int
     section: str
     kind: str
-    checksums: npt.NDArray[np.uint64]
+    checksums: Checksums
     frames: Frames | None = None
-    digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
 
     @classmethod
     def of(
-        cls,
-        image: FileImage,
-        chunk_size: int,
-        checksums: npt.NDArray[np.uint64],
-        encoded: tuple[int, Frames] | None = None,
-        digests: npt.NDArray[np.uint64] | None = None,
+        cls, image: FileImage, chunk_size: int, checksums: Checksums, encoded: tuple[int, Frames] | None = None
     ) -> WrittenFile:
         """Describe a durable file with the content of ``image``; if it is ``encoded``, with this size and frames."""
         size, frames = (image.size, None) if encoded is None else encoded
@@ -75,7 +66,6 @@ class WrittenFile:
             image.kind,
             checksums,
             frames,
-            np.empty(0, np.uint64) if digests is None else digests,
         )
 
 
@@ -88,8 +78,7 @@ class FileWriter:
         """Create the file. Each ``chunk_size`` bytes of a tensor get one checksum."""
         self._image, self._chunk_size = image, chunk_size
         self._executor, self._timings = executor, timings
-        offsets = np.array(image.offsets, np.int64) + len(image.head)
-        self._hasher = ChunkHasher(offsets, image.nbytes, chunk_size, has_digests=image.has_digests)
+        self._hasher = ChunkHasher([len(image.head) + offset for offset in image.offsets], image.nbytes, chunk_size)
         self._writes: list[tuple[Future[None], Release]] = []
         self._has_failed = False
         self._encoder = None
@@ -97,7 +86,7 @@ class FileWriter:
             self._encoder = ChunkEncoder(image, chunk_size, find_codec(image.codec), self._hasher)
         if image.shared is not None:
             assert image.base is not None
-            self._hasher.assume(image.shared, image.base.checksum, image.base.digest)
+            self._hasher.assume(image.shared, image.base.checksum)
         self._writer = backend.create(image.key, sum(end - begin for begin, end in image.staged_ranges()))
 
     def write(self, start: int, data: memoryview, release: Release = lambda: None) -> None:
@@ -149,7 +138,7 @@ class FileWriter:
             self._writer.shrink(encoded[0])
         with self._timings.measure("sync"):
             self._writer.complete()
-        return WrittenFile.of(self._image, self._chunk_size, checksums, encoded, self._hasher.digests)
+        return WrittenFile.of(self._image, self._chunk_size, checksums, encoded)
 
     def abandon(self) -> None:
         """Remove the file. Returns when no thread uses the memory of a piece. Never raises."""
@@ -280,7 +269,7 @@ def write_whole(backend: StorageBackend, image: FileImage, chunk_size: int, timi
             writer.write(0, image.head)
         with timings.measure("sync"):
             writer.complete()
-    return WrittenFile.of(image, chunk_size, np.empty(0, np.uint64))
+    return WrittenFile.of(image, chunk_size, empty_checksums())
 
 
 def check_space(backend: StorageBackend, nbytes: int) -> None:

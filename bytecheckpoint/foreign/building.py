@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
 from ..checkpoint.index import Index
 from ..checkpoint.values import StoredValue
 from ..engine.checksums import chunk_size_for
 from ..engine.reading.crc_check import CrcTable
 from ..errors import BytecheckpointError, NameCollisionError, UnsupportedTensorError
-from ..format.manifest import FileTable, Manifest, ManifestV1, SectionInfo, validate_foreign
+from ..format.checksums import checksum_of, empty_checksums
+from ..format.manifest import FileTable, Manifest, SectionInfo, pack_payload, validate_foreign
 from ..format.values import encode_value, path_name
 from ..frameworks.base import Context
 from ..frameworks.tree_capture import ROOT_TENSOR, Capture
@@ -152,7 +152,7 @@ class IndexBuilder:
         except BytecheckpointError as error:
             raise type(error)(f"{self.backend.url} ({self.system}): {error}") from error
         # Names the contents: a handle that is opened again in another process must find the same ones.
-        manifest.attempt = xxhash.xxh3_128_hexdigest(ManifestV1.pack(manifest))
+        manifest.attempt = checksum_of(pack_payload(manifest)).hex()
         crcs = CrcTable.build(self._crcs) if self._crcs else None
         return Index(self.backend, manifest, self.system, name, tuple(self._values), crcs)
 
@@ -180,7 +180,7 @@ class IndexBuilder:
                 rank=zeros,
                 kind=["tensors"] * len(sizes),
                 head_length=zeros,
-                head_checksum=zeros.astype(np.uint64),
+                head_checksum=empty_checksums(len(sizes)),
                 chunk_size=zeros + chunk_size,
                 codec=["raw"] * len(sizes),
             ),
@@ -189,7 +189,6 @@ class IndexBuilder:
             shards=shards,
             shard_file=np.array([run.file for _, run in runs], np.int64),
             shard_offset=np.array([run.offset for _, run in runs], np.int64),
-            checksums=np.zeros(int((-(-nbytes // chunk_size)).sum()), np.uint64),
             aliases=self._aliases,
         )
 

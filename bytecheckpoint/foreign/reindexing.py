@@ -15,6 +15,7 @@ import numpy as np
 from ..checkpoint.index import Index
 from ..engine.reading.views import StoredViews
 from ..errors import BytecheckpointError, RuleError
+from ..format.checksums import empty_checksums
 from ..format.manifest import Manifest, SectionInfo, validate_foreign
 from ..rules import GlobalTensor, Region, Resolution, Rules, Source
 from ..tensors.geometry import Box, row_major_strides
@@ -259,7 +260,6 @@ class _Reindexing:
         file = stored.shard_file[row] if len(row) else row
         offset = stored.shard_offset[row] + self._starts(stored, row, within) if len(row) else row
         tensors = TensorTable.build(names)
-        chunks = -(-shards.nbytes(tensors) // old.files.chunk_size[file])
         manifest = Manifest.assemble(
             library_version=old.library_version,
             step=old.step,
@@ -274,7 +274,6 @@ class _Reindexing:
             shards=shards,
             shard_file=file,
             shard_offset=np.arange(len(shards)),
-            checksums=np.zeros(int(chunks.sum()), np.uint64),
             aliases=aliases,
         )
         order = manifest.shard_offset  # of the rows, which assemble has sorted
@@ -372,7 +371,7 @@ class _Reindexing:
             shards=shards,
             shard_file=file,
             shard_offset=np.concatenate([old.shard_offset, old.shard_offset[shard] + starts]),
-            checksums=np.zeros(int(chunks.sum()), np.uint64),
+            checksums=empty_checksums(int(chunks.sum())),
         )
 
 

@@ -72,7 +72,7 @@ class _Contents:
 
 
 class StoredStateDict:
-    """A stored state dict. ``section`` has the names and paths of an optimizer's section (``docs/format.md``)."""
+    """A stored state dict. ``section`` has the names and paths of an optimizer's section (``docs/sections.md``)."""
 
     def __init__(
         self,

@@ -90,12 +90,7 @@ class SaveCommit:
         if received is None:
             return None
         assert self._plan is not None
-        confirmations = Confirmations(
-            self._plan,
-            attempt=self.attempt,
-            chunk_size=self.chunk_size,
-            has_digests=self._options.base is not None,
-        )
+        confirmations = Confirmations(self._plan, attempt=self.attempt, chunk_size=self.chunk_size)
         files = [confirmations.unpack(rank, message) for rank, message in enumerate(received)]
         files[0] += written.companions
         return files
@@ -115,6 +110,7 @@ class SaveCommit:
             step=self._options.step,
             metadata=dict(self._options.metadata),
             library_version=VERSION,
+            is_shared=self._options.base is not None,
             older=None if self.base is None else self.base.files,
         )
         data = encode(manifest)

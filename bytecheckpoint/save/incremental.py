@@ -16,16 +16,16 @@ from typing import Any
 
 import msgpack
 import numpy as np
-import xxhash
 
 from ..checkpoint import references
 from ..checkpoint.discovery import find_newest
 from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes, rest_of_deadline
 from ..codecs import PlainCodec
 from ..control.base import Operation
-from ..engine.checksums import MAX_WEAK_BYTES, chunk_bounds
+from ..engine.checksums import chunk_bounds
 from ..engine.files import BaseChunks, FileImage, FileLayout, data_key
 from ..errors import CheckpointError, StorageError, UsageError
+from ..format.checksums import checksum_column, checksum_of
 from ..format.manifest import (
     MANIFEST_KEY,
     MANIFEST_TRAILER,
@@ -99,16 +99,17 @@ class Base:
             frames = files.frames
             assert frames is not None
             here = frames.rows(row)
-            offset, length, frame_checksum = frames.position[here], frames.length[here], frames.checksum[here]
+            offset, length, frame_checksum = frames.position[here], frames.length[here], manifest.frame_checksums[here]
             source = np.where(frames.source[here] == 0, row + 1, len(files) + frames.source[here])
-        columns = (checksum, manifest.digests[chunks], length, frame_checksum, source, offset)
         return [
             manifest.section_name(int(files.section[row])),
             files.codec[row],
             int(files.head_length[row]),
-            int(files.head_checksum[row]),
+            files.head_checksum[row].item(),
             int(files.chunk_size[row]),
-            *(column.astype("<u8").tobytes() for column in columns),
+            checksum.tobytes(),
+            frame_checksum.tobytes(),
+            *(column.astype("<u8").tobytes() for column in (length, source, offset)),
         ]
 
 
@@ -124,9 +125,8 @@ class BaseShare:
         return cls({name: described for name, *described in msgpack.unpackb(message)} if message else {})
 
     def apply(self, images: Sequence[FileImage], layouts: Sequence[FileLayout], chunk_size: int, rank: int) -> None:
-        """Give the images of tensor files, which have these layouts, strong checksums, and refer them to the base."""
+        """Refer the images of tensor files, which have these layouts, to the base."""
         for image, layout in zip(images, layouts):
-            image.has_digests = True
             base = self._chunks(image, layout, chunk_size)
             if base is not None:
                 image.base = base
@@ -138,17 +138,17 @@ class BaseShare:
     def _chunks(self, image: FileImage, layout: FileLayout, chunk_size: int) -> BaseChunks | None:
         """Return the base's chunks of a file; None unless the base's file has the same layout."""
         codec, head_length, head_checksum, base_chunk_size, *columns = self.files.get(image.section, [None] * 4)
-        heads = map(xxhash.xxh3_64_intdigest, (layout.head, encoded_head(layout.head)))
+        heads = map(checksum_of, (layout.head, encoded_head(layout.head)))
         if (head_length, base_chunk_size) != (len(layout.head), chunk_size) or head_checksum not in heads:
             return None
-        checksum, digest, length, frame_checksum, source, offset = (np.frombuffer(one, "<u8") for one in columns)
+        checksum, frame_checksum = map(checksum_column, columns[:2])
+        length, source, offset = (np.frombuffer(one, "<u8").astype(np.int64) for one in columns[2:])
         begin, end = chunk_bounds(np.array(layout.offsets, np.int64), np.array(layout.nbytes, np.int64), chunk_size)
         if len(checksum) != len(begin):
             return None
         # An encoded frame is decoded with the codec of the file that refers to it.
-        is_usable = (end - begin > MAX_WEAK_BYTES) & ((length == end - begin) | (codec == image.codec))
-        nbytes, file, position = (column.astype(np.int64) for column in (length, source, offset))
-        return BaseChunks(checksum, digest, nbytes, frame_checksum, file, position, is_usable)
+        is_usable = (length == end - begin) | (codec == image.codec)
+        return BaseChunks(checksum, length, frame_checksum, source, offset, is_usable)
 
 
 def find_base(engine: SaveEngine, backend: StorageBackend, options: SaveOptions, attempt: str) -> Base | None:
@@ -161,7 +161,7 @@ def find_base(engine: SaveEngine, backend: StorageBackend, options: SaveOptions,
     """
     own, begun = folder_name(backend), time.monotonic()
     found = _named_base(backend, options) if options.base != AUTO else _newest(engine, backend)
-    if found is None or not len(found.manifest.digests):
+    if found is None or not found.manifest.is_shared:
         return None
     folder = folder_name(open_like(backend, found.url))
     base = Base.of(found.manifest, "" if folder == own else folder, own)

@@ -13,13 +13,13 @@ from ..engine.encoding import Frames
 from ..engine.files import data_key
 from ..engine.writing import WrittenFile
 from ..errors import PlanError
+from ..format.checksums import CHECKSUM_BYTES, Checksums, checksum_column, empty_checksums
 from ..format.manifest import (
     FileTable,
     FrameTable,
     Manifest,
     ReferenceTable,
     SectionInfo,
-    UInt64,
     is_encoded,
     timestamp,
 )
@@ -41,33 +41,29 @@ class WrittenFiles:
 
 
 def pack_written(files: Sequence[WrittenFile]) -> bytes:
-    """Encode what rank 0 cannot derive from the plan: header lengths and checksums of a rank's files, in plan order.
-
-    The digests, if there are any, follow the checksums.
-    """
-    heads = np.array([file.head_checksum for file in files], np.uint64)
-    checksums = np.concatenate([heads, *(file.checksums for file in files), *(file.digests for file in files)])
+    """Encode what rank 0 cannot derive from the plan: header lengths and checksums of a rank's files, in plan order."""
+    checksums = b"".join([*(file.head_checksum for file in files), *(file.checksums.tobytes() for file in files)])
     frames = [
         None
         if file.frames is None
         else [
             file.frames.codec,
             file.frames.length.astype("<u4").tobytes(),
-            file.frames.checksum.astype("<u8").tobytes(),
+            file.frames.checksums.tobytes(),
             file.frames.source.astype("<u4").tobytes(),
             file.frames.offset.astype("<u8").tobytes(),
         ]
         for file in files
     ]
-    packed: bytes = msgpack.packb([[file.head_length for file in files], checksums.astype("<u8").tobytes(), frames])
+    packed: bytes = msgpack.packb([[file.head_length for file in files], checksums, frames])
     return packed
 
 
 class Confirmations:
     """Decodes what the ranks of one save sent about their files, according to its plan."""
 
-    def __init__(self, plan: SavePlan, *, attempt: str, chunk_size: int, has_digests: bool = False) -> None:
-        self._plan, self._attempt, self._chunk_size, self._has_digests = plan, attempt, chunk_size, has_digests
+    def __init__(self, plan: SavePlan, *, attempt: str, chunk_size: int) -> None:
+        self._plan, self._attempt, self._chunk_size = plan, attempt, chunk_size
         chunks = -(-plan.shards.nbytes(plan.tensors)[plan.order] // chunk_size)
         ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(chunks)))[plan.file_starts]
         self.chunk_counts: Int64 = ends[1:] - ends[:-1]
@@ -82,11 +78,10 @@ class Confirmations:
         planned = self._plan.files_of(rank)
         lengths, raw, packed = _unpack_written(rank, message)
         chunks = [0 if row is None else int(self.chunk_counts[row]) for _, _, row in planned]
-        counts = len(planned) + sum(chunks) * (2 if self._has_digests else 1)
-        if len(lengths) != len(planned) or len(raw) != 8 * counts:
+        if len(lengths) != len(planned) or len(raw) != CHECKSUM_BYTES * (len(planned) + sum(chunks)):
             raise PlanError(
                 f"rank {rank} was assigned {len(planned)} files with {sum(chunks)} checksums, but confirmed "
-                f"{len(lengths)} files with {len(raw) // 8 - len(lengths)} checksums"
+                f"{len(lengths)} files with {len(raw) // CHECKSUM_BYTES - len(lengths)} checksums"
             )
         for (section, _, row), length in zip(planned, lengths):
             if row is not None and (length == 0 or length % DATA_ALIGNMENT):
@@ -94,7 +89,7 @@ class Confirmations:
                     f"rank {rank} confirmed a file of {section} with a header of {length} bytes, which is not a "
                     f"multiple of {DATA_ALIGNMENT}"
                 )
-        words = np.frombuffer(raw, "<u8").astype(np.uint64)
+        checksums = checksum_column(raw)
         written, at = [], len(planned)
         for index, ((section, kind, row), count) in enumerate(zip(planned, chunks)):
             frames = _unpack_frames(rank, packed[index], count) if index < len(packed) else None
@@ -106,13 +101,12 @@ class Confirmations:
                     key=data_key(self._attempt, section, rank, kind, "raw" if frames is None else frames.codec),
                     size=lengths[index] + size,
                     head_length=lengths[index],
-                    head_checksum=int(words[index]),
+                    head_checksum=checksums[index].item(),
                     chunk_size=self._chunk_size,
                     section=section,
                     kind=kind,
-                    checksums=words[at : at + count],
+                    checksums=checksums[at : at + count],
                     frames=frames,
-                    digests=words[at + sum(chunks) :][:count],
                 )
             )
             at += count
@@ -124,11 +118,11 @@ def _unpack_frames(rank: int, packed: object, count: int) -> Frames | None:
     if packed is None:
         return None
     match packed:
-        case [str(codec), bytes(length), bytes(checksum), bytes(source), bytes(offset)]:
+        case [str(codec), bytes(length), bytes(checksums), bytes(source), bytes(offset)]:
             pass
         case _:
             raise PlanError(f"rank {rank} confirmed a file with frames that cannot be decoded")
-    if len(length) != 4 * count or len(checksum) != 8 * count or len(source) != 4 * count:
+    if len(length) != 4 * count or len(source) != 4 * count or len(checksums) % CHECKSUM_BYTES:
         raise PlanError(f"rank {rank} confirmed {len(length) // 4} frames of a file that has {count} chunks")
     sources = np.frombuffer(source, "<u4").astype(np.int64)
     if len(offset) != 8 * np.count_nonzero(sources):
@@ -136,7 +130,7 @@ def _unpack_frames(rank: int, packed: object, count: int) -> Frames | None:
     return Frames(
         codec,
         np.frombuffer(length, "<u4").astype(np.int64),
-        np.frombuffer(checksum, "<u8").astype(np.uint64),
+        checksum_column(checksums),
         sources,
         np.frombuffer(offset, "<u8").astype(np.int64),
     )
@@ -163,11 +157,12 @@ def build_manifest(
     step: int | None,
     metadata: dict[str, Any],
     library_version: str,
+    is_shared: bool = False,
     older: ReferenceTable | None = None,
 ) -> Manifest:
     """Build the manifest of a save whose files are all durable. ``confirmed`` is by rank.
 
-    ``older`` are the files to which frames may refer.
+    ``older`` are the files to which frames may refer; with ``is_shared``, other checkpoints may refer to the new ones.
 
     Raises:
         PlanError: A rank did not write a file that it was assigned.
@@ -182,7 +177,6 @@ def build_manifest(
     files = file_table(written, section_index)
     shard_file = file_row[plan.file] if len(plan.file) else plan.file
     files.frames = _frame_table(plan, files, shard_file, written, older or ReferenceTable())
-    digests = [file.digests for _, file in written]
     return Manifest.assemble(
         library_version=library_version,
         step=step,
@@ -197,9 +191,9 @@ def build_manifest(
         shards=plan.shards,
         shard_file=shard_file,
         shard_offset=plan.offset,
-        checksums=_in_shard_order(plan, file_row, written, [file.checksums for _, file in written]),
+        checksums=_in_shard_order(plan, file_row, written),
         aliases=plan.aliases,
-        digests=_in_shard_order(plan, file_row, written, digests) if any(map(len, digests)) else None,
+        is_shared=is_shared,
     )
 
 
@@ -212,7 +206,7 @@ def file_table(written: Sequence[tuple[int, WrittenFile]], section_index: Mappin
         rank=np.array([rank for rank, _ in written], np.int64),
         kind=[file.kind for _, file in written],
         head_length=np.array([file.head_length for _, file in written], np.int64),
-        head_checksum=np.array([file.head_checksum for _, file in written], np.uint64),
+        head_checksum=checksum_column(file.head_checksum for _, file in written),
         chunk_size=np.array([file.chunk_size for _, file in written], np.int64),
         codec=["raw" if file.frames is None else file.frames.codec for _, file in written],
     )
@@ -234,7 +228,7 @@ def _frame_table(
         raise PlanError(f"a rank refers to file {int(used.max())} of {len(older.name)} files of the base")
     return FrameTable.build(
         np.concatenate([one.length for one in frames]),
-        np.concatenate([one.checksum for one in frames]),
+        np.concatenate([one.checksums for one in frames]),
         source=np.where(source > 0, np.searchsorted(used, source) + 1, 0),
         offset=np.concatenate([one.offset for one in frames]),
         references=ReferenceTable([older.name[row] for row in (used - 1).tolist()], older.size[used - 1]),
@@ -247,15 +241,13 @@ def _frame_table(
     )
 
 
-def _in_shard_order(
-    plan: SavePlan, file_row: Int64, written: Sequence[tuple[int, WrittenFile]], by_file: Sequence[UInt64]
-) -> UInt64:
-    """Reorder all checksums, or all digests, from the order of files and offsets to the plan's order of shards."""
+def _in_shard_order(plan: SavePlan, file_row: Int64, written: Sequence[tuple[int, WrittenFile]]) -> Checksums:
+    """Reorder all checksums from the order of files and offsets to the plan's order of shards."""
     if not len(plan.file):
-        return np.empty(0, np.uint64)
+        return empty_checksums()
     chunk = np.array([file.chunk_size for _, file in written], np.int64)[file_row[plan.file]]
     counts = -(-plan.shards.nbytes(plan.tensors) // chunk)
-    taken = np.concatenate([by_file[row] for row in file_row.tolist()])
+    taken = np.concatenate([written[row][1].checksums for row in file_row.tolist()])
     if len(taken) != int(counts.sum()):
         raise PlanError(f"ranks sent {len(taken)} checksums, the plan has {int(counts.sum())} chunks")
     starts = np.empty(len(counts), np.int64)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..format.checksums import CHECKSUM_BYTES, Checksums, checksum_column
 from ..format.manifest import FileTable, Manifest, SectionInfo
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
@@ -60,7 +61,7 @@ def make_manifest(
             np.array([rank for _, rank in files], np.int64),
             ["tensors"] * len(files),
             np.full(len(files), head_length, np.int64),
-            np.arange(len(files), dtype=np.uint64),
+            _counted(0, len(files)),
             np.full(len(files), chunk_size, np.int64),
             ["raw"] * len(files),
         ),
@@ -69,6 +70,10 @@ def make_manifest(
         shards=shards,
         shard_file=np.array(shard_file, np.int64),
         shard_offset=np.array(shard_offset, np.int64),
-        checksums=np.arange(1, chunks + 1, dtype=np.uint64),
+        checksums=_counted(1, chunks),
         aliases=list(aliases),
     )
+
+
+def _counted(first: int, count: int) -> Checksums:
+    return checksum_column(number.to_bytes(CHECKSUM_BYTES, "big") for number in range(first, first + count))

@@ -17,7 +17,8 @@ import xxhash
 from ..engine.checksums import chunk_bounds
 from ..engine.reading.stored_files import StoredFiles, read_stored_file
 from ..errors import CheckpointError, CorruptionError, StorageError
-from ..format.manifest import Manifest, UInt64
+from ..format.checksums import Checksums, checksum_of
+from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
 from ..storage_backends.posix import map_os_error
@@ -38,14 +39,14 @@ class _Spans:
     Attributes:
         start: The first byte of each span.
         stop: The byte after its last one.
-        checksum: xxh3-64 of its bytes.
+        checksum: That of its bytes.
         row: The row of its shard; -1 for the head.
         frame: Its row of ``FrameTable``; -1 for the head and in a file that is not encoded.
     """
 
     start: Int64
     stop: Int64
-    checksum: UInt64
+    checksum: Checksums
     row: Int64
     frame: Int64
 
@@ -67,7 +68,7 @@ class _Spans:
             if own_only:
                 frame = frame[frames.source[frame] == 0]
             stops = head + np.cumsum(frames.length[frame])
-            starts, checksums = stops - frames.length[frame], frames.checksum[frame]
+            starts, checksums = stops - frames.length[frame], manifest.frame_checksums[frame]
             rows = rows[manifest.shard_nbytes[rows] > 0]
             rows = rows[np.searchsorted(manifest.shard_offset[rows], frames.begin[frame], side="right") - 1]
         if not head:
@@ -75,7 +76,7 @@ class _Spans:
         return cls(
             np.append(0, starts),
             np.append(head, stops),
-            np.append(files.head_checksum[file], checksums),
+            np.concatenate([files.head_checksum[file : file + 1], checksums]),
             np.append(-1, rows),
             np.append(-1, frame),
         )
@@ -104,7 +105,7 @@ class SourceFile:
     ) -> None:
         self._source, self._file, self._executor = StoredFiles(backend, manifest), file, executor
         self._part_bytes = part_bytes
-        self._long_spans: dict[int, dict[int, int]] = {}  # the checksums of their parts, by the part's first byte
+        self._long_spans: dict[int, dict[int, bytes]] = {}  # the checksums of their parts, by the part's first byte
         self._hashing = asyncio.Lock()
         self._key = manifest.files.name[file]
         self._spans = _Spans.of(manifest, file, own_only=keeps_references)
@@ -142,7 +143,7 @@ class SourceFile:
         here, found = slice(spans.start, spans.stop), self._spans
         starts, stops = (found.start[here] - begin).tolist(), (found.stop[here] - begin).tolist()
         for span, start, stop, expected in zip(spans, starts, stops, found.checksum[here].tolist()):
-            if xxhash.xxh3_64_intdigest(view[start:stop]) != expected:
+            if checksum_of(view[start:stop]) != expected:
                 return span
         return None
 
@@ -150,7 +151,7 @@ class SourceFile:
         """Check a span that is partly outside ``view``."""
         start, stop = int(self._spans.start[span]), int(self._spans.stop[span])
         low, high = max(start, begin), min(stop, begin + len(view))
-        hasher, expected = xxhash.xxh3_64(), int(self._spans.checksum[span])
+        hasher, expected = xxhash.xxh3_128(), self._spans.checksum[span].item()
         if stop - start > _MOST_PARTS * self._part_bytes:
             async with self._hashing:
                 if span not in self._long_spans:
@@ -161,20 +162,20 @@ class SourceFile:
             await self._hash(start, low, hasher)
             await self._run(hasher.update, view[low - begin : high - begin])
             await self._hash(high, stop, hasher)
-        if hasher.intdigest() != expected:
+        if hasher.digest() != expected:
             raise await self._run(self._damage, span)
 
-    async def _hash_parts(self, span: int) -> dict[int, int]:
+    async def _hash_parts(self, span: int) -> dict[int, bytes]:
         """Check a span, and return the checksum of each part of it, by its first byte."""
         at, stop = int(self._spans.start[span]), int(self._spans.stop[span])
-        whole, found = xxhash.xxh3_64(), dict[int, int]()
+        whole, found = xxhash.xxh3_128(), dict[int, bytes]()
         while at < stop:
             end = min(stop, (at // self._part_bytes + 1) * self._part_bytes)
-            part = xxhash.xxh3_64()
+            part = xxhash.xxh3_128()
             await self._hash(at, end, whole, part)
-            found[at] = part.intdigest()
+            found[at] = part.digest()
             at = end
-        if whole.intdigest() != int(self._spans.checksum[span]):
+        if whole.digest() != self._spans.checksum[span].item():
             raise await self._run(self._damage, span)
         return found
 

@@ -23,8 +23,7 @@ import xxhash
 import zstandard
 
 from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError, StateError, UnsupportedVersionError
-from bytecheckpoint.format.manifest import decode
-from bytecheckpoint.format.manifest.version1 import ManifestV1
+from bytecheckpoint.format.manifest import decode, pack_payload
 from bytecheckpoint.format.safetensors import parse_header
 from bytecheckpoint.format.values import decode_value, decode_values_file
 from bytecheckpoint.tensors.dtypes import find_dtype
@@ -71,7 +70,7 @@ def document() -> dict[str, Any]:
         ],
         aliases=[("model.tied", "model.w")],
     )
-    payload: dict[str, Any] = msgpack.unpackb(ManifestV1.pack(manifest))
+    payload: dict[str, Any] = msgpack.unpackb(pack_payload(manifest))
     return payload
 
 
@@ -173,8 +172,11 @@ MANIFESTS: dict[str, tuple[bytes, type[Exception]]] = {
     "shards that add up by wrapping": (crafted(tensors__shards=numbers((1 << 63) - 1, 4)), FormatError),
     "too few shards": (crafted(tensors__shards=numbers(1, 1)), FormatError),
     "no shards": (crafted(tensors__shards=numbers(0, 3)), FormatError),
-    "too few checksums": (crafted(shards__checksums=numbers(1, 2)), FormatError),
-    "too many checksums": (crafted(shards__checksums=numbers(1, 2, 3, 4)), FormatError),
+    "too few checksums": (crafted(shards__checksums=bytes(32)), FormatError),
+    "too many checksums": (crafted(shards__checksums=bytes(64)), FormatError),
+    "a part of a checksum": (crafted(shards__checksums=bytes(47)), FormatError),
+    "checksums as numbers": (crafted(shards__checksums=numbers(1, 2, 3)), FormatError),
+    "shared is no truth value": (crafted(shared=1), FormatError),
     "chunks of 0 bytes": (crafted(files__chunk_size=numbers(0)), FormatError),
     "2^61 chunks": (
         crafted(
@@ -207,7 +209,7 @@ MANIFESTS: dict[str, tuple[bytes, type[Exception]]] = {
     "rank 5": (crafted(files__rank=numbers(5)), FormatError),
     "dtype 5": (crafted(tensors__dtype={"of": names("uint8"), "index": numbers(5, 0)}), FormatError),
     "unknown dtype": (crafted(tensors__dtype={"of": names("object"), "index": numbers(0, 0)}), FormatError),
-    "unknown codec": (crafted(files__codec={"of": names("exec"), "index": numbers(0)}), UnsupportedVersionError),
+    "codec without frames": (crafted(files__codec={"of": names("exec"), "index": numbers(0)}), FormatError),
     "unknown kind": (crafted(files__kind={"of": names("pickle"), "index": numbers(0)}), UnsupportedVersionError),
     # names given twice, loops
     "tensor twice": (crafted(tensors__name=names("model.w", "model.w")), FormatError),

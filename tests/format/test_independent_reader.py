@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
-import xxhash
-from independent_reader import NUMPY, names, ragged, read_checkpoint, read_payload
+from golden import EXAMPLE
+from independent_reader import NUMPY, checksums, choices, names, numbers, read_checkpoint, read_payload
 
+from bytecheckpoint.format.checksums import checksum_column, checksum_of
 from bytecheckpoint.format.manifest import Manifest, encode
 from bytecheckpoint.format.safetensors import HeaderEntry, build_header, shard_name
 from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
@@ -23,7 +26,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 
 def write_checkpoint(root: Path, manifest: Manifest, contents: dict[str, np.ndarray[Any, Any]]) -> None:
     """The files of a made-up manifest, with its checksums made true."""
-    sums: list[list[int]] = [[] for _ in range(len(manifest.shards))]
+    sums: list[list[bytes]] = [[] for _ in range(len(manifest.shards))]
+    heads: list[bytes] = []
     for file, name in enumerate(manifest.files.name):
         rows = np.flatnonzero(manifest.shard_file == file)
         rows = rows[np.lexsort((manifest.shard_nbytes[rows], manifest.shard_offset[rows]))]
@@ -35,13 +39,14 @@ def write_checkpoint(root: Path, manifest: Manifest, contents: dict[str, np.ndar
             fqn = shard_name(manifest.tensors.fqn_of(tensor), box, whole=box == Box.whole(meta.shape))
             entries.append(HeaderEntry(fqn, meta.dtype, box.lengths, len(data)))
             step = int(manifest.files.chunk_size[file])
-            sums[row] = [xxhash.xxh3_64_intdigest(data[at : at + step]) for at in range(0, len(data), step)]
+            sums[row] = [checksum_of(data[at : at + step]) for at in range(0, len(data), step)]
             body += data
         head = build_header(entries, {})
-        manifest.files.head_checksum[file] = xxhash.xxh3_64_intdigest(head)
+        heads.append(checksum_of(head))
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(head + body)
-    manifest.checksums[:] = [value for row in sums for value in row]
+    manifest.checksums = checksum_column(value for row in sums for value in row)
+    manifest.files.head_checksum = checksum_column(heads)
     (root / "manifest.msgpack").write_bytes(encode(manifest))
 
 
@@ -73,25 +78,25 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], tensor, strict=True)
 
 
+def plain(column: Any) -> Any:
+    """Return what a column holds, with checksums as numbers."""
+    if not isinstance(column, dict):
+        return [int.from_bytes(one, "big") for one in checksums(column)]
+    if "of" in column:
+        return choices(column)
+    return names(column) if "n" in column else numbers(column)
+
+
 def test_the_example_in_the_document() -> None:
-    lines = re.findall(r"^    [0-9a-f]{4}  ((?:[0-9a-f]{2} ?){1,16})(?:  .*)?$", DOCUMENT.read_text(), re.MULTILINE)
-    data = bytes.fromhex("".join(lines))
-    document = read_payload(data)
-    assert len(data) == 826
-    assert names(document["tensors"]["name"]) == ["model.b", "model.w"]
-    assert ragged(document["shards"]["lengths"], [1, 2, 2]) == [[3], [2, 3], [2, 3]]
-    boxes = [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]
-    tiny = make_manifest(
-        [
-            ("model", "w", BasicMeta(find_dtype("float32"), (4, 3)), boxes),
-            ("model", "b", BasicMeta(find_dtype("bfloat16"), (3,)), [Box((0,), (3,))]),
-        ],
-        ranks=2,
-        chunk_size=16,
-        aliases=[("model.tied", "model.w")],
-        metadata={"run": "a"},
-    )
-    assert encode(tiny, compress=False) == data
+    example = re.search(r"```json\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert example is not None
+    document = read_payload(EXAMPLE.read_bytes())
+    found = {
+        key: {name: plain(column) for name, column in value.items()} if isinstance(value, dict) else value
+        for key, value in document.items()
+    }
+    found["metadata"] = msgpack.unpackb(document["metadata"])
+    assert json.loads(example[1]) == found
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -13,18 +13,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import golden
 
+from bytecheckpoint.format.manifest import encode
 from bytecheckpoint.testing.ranks import RankPool
 
 
 def main() -> None:
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else golden.ROOT.parent
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else golden.ROOT
+    root.mkdir(parents=True, exist_ok=True)
     with RankPool(4) as pool:
-        for folder, cases in ((root / "v1", golden.CASES), (root / "v2", golden.ENCODED_CASES)):
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in cases:
-                golden.write_case(pool, name, folder)
-                print(name, sum(file.stat().st_size for file in (folder / name).rglob("*.*")), "bytes")
-    golden.write_incremental(root / "v2")
+        for name in (*golden.CASES, *golden.ENCODED_CASES):
+            golden.write_case(pool, name, root)
+            print(name, sum(file.stat().st_size for file in (root / name).rglob("*.*")), "bytes")
+    golden.write_incremental(root)
+    (root / golden.EXAMPLE.name).write_bytes(encode(golden.example(), compress=False))
 
 
 if __name__ == "__main__":

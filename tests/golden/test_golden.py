@@ -1,4 +1,4 @@
-"""Read checkpoints of format version 1 that earlier releases wrote, bit for bit."""
+"""Read checkpoints that earlier releases wrote, bit for bit."""
 
 from __future__ import annotations
 
@@ -156,15 +156,13 @@ def _load_trees(rank: int, world_size: int, path: str, sections: list[str]) -> d
     return {section: describe(tree) for section, tree in state.items()}
 
 
-@pytest.mark.parametrize("folder", [ROOT, ROOT / "without-keys"], ids=["present", "without-keys"])
 @pytest.mark.parametrize("name", ["values", "per-rank-2", "dtypes"])
-def test_loads_as_trees(name: str, folder: Path, rank_pool: RankPool) -> None:
-    """The trees of ``without-keys`` were written before containers listed the keys of mappings."""
+def test_loads_as_trees(name: str, rank_pool: RankPool) -> None:
     expected = expectation(name)["trees"]
     if not all(known(item[1:]) for tree in expected.get("dtypes", [["dict", []]]) for _, item in tree[1]):
         pytest.skip("this torch lacks a type of the golden checkpoint")
-    assert bcp.open(folder / name).verify().ok
-    found = rank_pool.run(_load_trees, str(folder / name), list(expected), world_size=CASES[name].world_size)
+    assert bcp.open(ROOT / name).verify().ok
+    found = rank_pool.run(_load_trees, str(ROOT / name), list(expected), world_size=CASES[name].world_size)
     for section, trees in expected.items():
         assert [_sorted_keys(tree[section]) for tree in found] == [_sorted_keys(tree) for tree in trees]
 
@@ -200,14 +198,9 @@ def test_the_current_library_writes_the_same(name: str, again: Path) -> None:
     for row, file in enumerate(old.files.name):
         data = [(root / name / file).read_bytes() for root in (ROOT, again)]
         if row in values:
-            assert _entries(data[1]) == _entries(data[0]), file
+            assert decode_values_file(data[1]) == decode_values_file(data[0]), file
         else:
             assert data[1] == data[0], file
-
-
-def _entries(data: bytes) -> list[Any]:
-    """The entries of a values file, without the class of optimizer, which the golden checkpoints do not have."""
-    return [entry for entry in decode_values_file(data) if entry[0][:1] != ("class",)]
 
 
 def _columns(manifest: Manifest, values: list[int]) -> dict[str, Any]:

@@ -127,9 +127,9 @@ OPEN: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "flipped payload": (_manifest(_flip(200)), CORRUPT, CHANGED),
     "flipped checksum": (_manifest(_flip(-1)), CORRUPT, CHANGED),
     "newer version": (
-        _manifest(lambda data: _envelope("bytecheckpoint", 3, {"any": "thing"}, None, b"", 1)),
+        _manifest(lambda data: _envelope("bytecheckpoint", 2, {"any": "thing"}, None, b"", 1)),
         NEWER,
-        "format version 3; this library reads version 1, 2",
+        "format version 2; this library reads version 1",
     ),
     "unknown codec": (
         _manifest(_reopened(lambda codec, size, stored: _envelope("bytecheckpoint", 1, "lz9", size, stored))),
@@ -150,7 +150,11 @@ OPEN: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "field missing": (_payload(lambda document: document.pop("aliases")), BROKEN, "does not have exactly the fields"),
     "unknown dtype": (_payload(_text("tensors", "dtype", b"float32", b"float33")), BROKEN, "unknown dtype 'float33'"),
     "unknown kind": (_payload(_text("files", "kind", b"values", b"pickle")), NEWER, "'pickle'"),
-    "unknown file codec": (_payload(_text("files", "codec", b"raw", b"lz9")), NEWER, "'lz9'"),
+    "unknown file codec": (
+        _payload(_text("files", "codec", b"raw", b"lz9")),
+        BROKEN,
+        "frames, but the encoded files have",
+    ),
     "path with ..": (_payload(_use_parent_path), BROKEN, "is not a plain name inside attempt-golden-single/"),
     "name twice": (
         _payload(_text("tensors", "name", b"model.down.weight", b"model.down.bias")),

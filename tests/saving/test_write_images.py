@@ -74,7 +74,7 @@ def _content(image: FileImage) -> bytes:
     return image.head + b"".join(shard.tensor.numpy().tobytes() for shard in image.shards)
 
 
-def _checksums(image: FileImage, content: bytes, chunk_size: int) -> list[int]:
+def _checksums(image: FileImage, content: bytes, chunk_size: int) -> list[bytes]:
     data = memoryview(content)[len(image.head) :]
     of_shards = [chunk_checksums(data[at : at + n], chunk_size) for at, n in zip(image.offsets, image.nbytes)]
     return [value for values in of_shards for value in values]
@@ -122,7 +122,6 @@ def test_checksums_run_over_every_shard(
     for image, content, file in zip(images, contents, written):
         assert backend.get(image.key) == content
         assert file.checksums.tolist() == _checksums(image, content, chunk_size)
-        assert file.checksums.dtype == np.uint64
         assert file.size == image.size
 
 

@@ -1,4 +1,4 @@
-"""The golden checkpoints of all format versions: the state saved in each, and the expected result of a load.
+"""The golden checkpoints: the state saved in each, and the expected result of a load.
 
 The expectation of every case is computed without the library, from plain objects: an unsharded model or the tree.
 ``describe`` converts a value to JSON types and preserves types and bits.
@@ -27,13 +27,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import bytecheckpoint as bcp
-from bytecheckpoint.format.manifest import decode, encode
+from bytecheckpoint.format.manifest import Manifest, decode, encode
 from bytecheckpoint.save import planning as save_planning
-from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.testing.manifests import make_manifest
 from bytecheckpoint.testing.ranks import RankPool
 
 ROOT = Path(__file__).parents[1] / "golden" / "v1"
-ENCODED_ROOT = ROOT.with_name("v2")
+EXAMPLE = ROOT / "example.msgpack"
 CHUNK_SIZE = 64  # small, so that shards have several checksums
 STEP = 12
 TORCH = torch.__version__.rpartition(".")[0]  # hyper-parameters of optimizers change between versions
@@ -378,6 +381,20 @@ ENCODED_CASES: dict[str, Case] = {
     )
     for codec in ("zstd", "zstd-planes")
 }
+
+
+def example() -> Manifest:
+    """Return the manifest of the example in docs/format.md: two tensors, one of them cut in two."""
+    return make_manifest(
+        [
+            ("model", "w", BasicMeta(find_dtype("float32"), (4, 3)), [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]),
+            ("model", "b", BasicMeta(find_dtype("bfloat16"), (3,)), [Box((0,), (3,))]),
+        ],
+        ranks=2,
+        chunk_size=16,
+        aliases=[("model.tied", "model.w")],
+        metadata={"run": "a"},
+    )
 
 
 def plain_target(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:

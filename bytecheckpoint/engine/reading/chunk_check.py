@@ -43,12 +43,12 @@ class ChunkCheck:
         if found != self._expected(row, start, len(found)):
             self._report(row, shard, start, found)
 
-    def _expected(self, row: int, start: int, count: int) -> list[int]:
+    def _expected(self, row: int, start: int, count: int) -> list[bytes]:
         first = int(self._starts[row]) + start // self.chunk_size
-        expected: list[int] = self._checksums[first : first + count].tolist()
+        expected: list[bytes] = self._checksums[first : first + count].tolist()
         return expected
 
-    def _report(self, row: int, shard: int, start: int, found: list[int]) -> None:
+    def _report(self, row: int, shard: int, start: int, found: list[bytes]) -> None:
         expected = self._expected(row, start, len(found))
         index = next(i for i, (one, other) in enumerate(zip(found, expected)) if one != other)
         begin = shard + start + index * self.chunk_size

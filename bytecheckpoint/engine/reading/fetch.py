@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from time import perf_counter
 
-from xxhash import xxh3_64_intdigest
-
 from ...errors import CorruptionError, StorageError
+from ...format.checksums import checksum_of
 from ...storage_backends.base import ObjectReader
 from ...telemetry.trace import Timings
 from .bounce import BounceBuffer, BouncePool
@@ -245,7 +244,7 @@ class _FileReads:
         length = len(data)
         if length > check.chunk_size or length != plan.end[block] - plan.begin[block]:
             check.feed(plan.row[block], plan.shard[block], begin, data)
-        elif xxh3_64_intdigest(data) != plan.checksum[block]:
+        elif checksum_of(data) != plan.checksum[block]:
             check.feed(plan.row[block], plan.shard[block], begin, data)  # again, to report the chunk
         self._verify_s += perf_counter() - begun
 

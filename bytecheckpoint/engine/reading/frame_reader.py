@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from typing_extensions import Buffer
-from xxhash import xxh3_64_intdigest
 
 from ...errors import CorruptionError, FormatError, StorageError
+from ...format.checksums import checksum_of
 from ...storage_backends.base import ObjectReader
 from .stored_files import Fault, StoredFiles
 
@@ -43,6 +43,7 @@ class FrameReader(ObjectReader):
         self._codec = source.codec(file)
         self._head = int(files.head_length[file])
         self._frames, rows = files.frames, files.frames.rows(file)
+        self._checksums = source.manifest.frame_checksums
         self._first, self._begin = rows.start, files.frames.begin[rows]
         self._references: dict[int, ObjectReader] = {}
 
@@ -142,7 +143,7 @@ class FrameReader(ObjectReader):
             self._source.check_size(holder, self._file, self._on_fault, source=source)
 
     def _is_intact(self, frame: int, stored: memoryview) -> bool:
-        if self._on_fault is None or xxh3_64_intdigest(stored) == int(self._frames.checksum[frame]):
+        if self._on_fault is None or checksum_of(stored) == self._checksums[frame].item():
             return True
         self._on_fault(*self._source.frame_fault(self._file, frame, "checksum mismatch"))
         return False

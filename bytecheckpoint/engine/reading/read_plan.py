@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...format.manifest import Manifest, UInt64
+from ...format.checksums import Checksums
+from ...format.manifest import Manifest
 from ...planners.load.extents import Extents, plan_extents
 from ...planners.load.split import byte_span, split_box
 from ...tensors.dtypes import DTYPES
@@ -49,7 +50,7 @@ class ReadPlan:
         self.row: list[int] = ranges.row[first].tolist()
         self.shard: list[int] = ranges.shard[first].tolist()
         start = extents.begin - ranges.shard[first]
-        self.checksum: list[int] = _checksums_at(manifest, ranges.row[first], start).tolist()
+        self.checksum: list[bytes] = _checksums_at(manifest, ranges.row[first], start).tolist()
         self.target: list[int] = _targets(extents, ranges, first).tolist()
         self._ranges, self._first = ranges, first.tolist()
         self._use_starts, self._uses = extents.use_starts.tolist(), extents.uses.tolist()
@@ -120,7 +121,7 @@ def _targets(extents: Extents, ranges: _Ranges, first: Int64) -> Int64:
     return np.where(alone & inside & plain, ranges.address[first] + extents.begin - ranges.low[first], 0)
 
 
-def _checksums_at(manifest: Manifest, row: Int64, start: Int64) -> UInt64:
+def _checksums_at(manifest: Manifest, row: Int64, start: Int64) -> Checksums:
     """Return the checksums of the chunks that contain byte ``start`` of these shards."""
     chunk = manifest.files.chunk_size[manifest.shard_file[row]]
     return manifest.checksums[manifest.checksum_starts[row] + start // chunk]

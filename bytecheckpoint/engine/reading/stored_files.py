@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
-import xxhash
 
 from ...codecs import Codec, find_codec
 from ...errors import (
@@ -17,6 +16,7 @@ from ...errors import (
     StorageError,
     UnsupportedVersionError,
 )
+from ...format.checksums import checksum_of
 from ...format.manifest import COMPANION, Manifest, split_reference
 from ...storage_backends import folder_name, open_sibling
 from ...storage_backends.base import ObjectReader, StorageBackend
@@ -77,7 +77,7 @@ def _read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, hea
         raise _unreadable(backend, key, size, f"its first {length} bytes", error) from error
     if len(head) != length:
         raise _wrong_size(backend, key, len(head), size)
-    if xxhash.xxh3_64_intdigest(head) != int(files.head_checksum[row]):
+    if checksum_of(head) != files.head_checksum[row].item():
         what = {"tensors": "header", COMPANION: "text"}.get(files.kind[row], "values")
         section = manifest.sections[int(files.section[row])].name
         raise _corruption(

@@ -1,14 +1,13 @@
 """The manifest: the document that describes what a checkpoint contains and where each byte is.
 
-``document`` is the manifest in memory; ``validation`` and ``tiling`` check it; ``codec`` encodes the envelope, which
-all versions share; ``version1`` and ``version2`` encode the payload from ``columns``; ``frames`` describes encoded
-files.
+``document`` is the manifest in memory, and ``frames`` its part about encoded files; ``validation`` and ``tiling`` check
+it; ``payload`` encodes it as ``columns``, and ``envelope`` adds the version and a checksum.
 """
 
 from __future__ import annotations
 
-from .codec import FORMAT_VERSION, MANIFEST_KEY, MANIFEST_TRAILER, MAX_MANIFEST_BYTES, START, decode, encode
-from .document import COMPANION, FileTable, Manifest, SectionInfo, UInt64, timestamp
+from .document import COMPANION, FileTable, Manifest, SectionInfo, timestamp
+from .envelope import FORMAT_VERSION, MANIFEST_KEY, MANIFEST_TRAILER, MAX_MANIFEST_BYTES, START, decode, encode
 from .frames import (
     MAX_ENCODED_CHUNK,
     PARENT,
@@ -18,9 +17,8 @@ from .frames import (
     is_encoded,
     split_reference,
 )
+from .payload import pack_metadata, pack_payload, unpack_payload
 from .validation import validate, validate_foreign
-from .version1 import ManifestV1, pack_metadata
-from .version2 import ManifestV2
 
 __all__ = [
     "COMPANION",
@@ -34,18 +32,17 @@ __all__ = [
     "FileTable",
     "FrameTable",
     "Manifest",
-    "ManifestV1",
-    "ManifestV2",
     "ReferenceTable",
     "SectionInfo",
-    "UInt64",
     "decode",
     "encode",
     "encoded_head",
     "is_encoded",
     "pack_metadata",
+    "pack_payload",
     "split_reference",
     "timestamp",
+    "unpack_payload",
     "validate",
     "validate_foreign",
 ]

@@ -1,26 +1,44 @@
-"""Encode columns: numbers in the narrowest width that holds them, and lists of names.
+"""Encode columns: numbers in the narrowest width that holds them, lists of names, choices, and checksums.
 
 A number column is ``{"w": 1|2|4|8, "d": little-endian unsigned numbers back to back}``. A name column is ``{"n": count,
-"d": the names in UTF-8, each followed by a zero byte}``.
+"d": the names in UTF-8, each followed by a zero byte}``. A column of few distinct names is ``{"of": the names, "index":
+numbers}``. A checksum column is the checksums back to back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...errors import FormatError
 from ...tensors.tables import Int64
-from .document import UInt64
+from ..checksums import CHECKSUM_BYTES, Checksums, checksum_column
 
-__all__ = ["count_of", "pack_names", "pack_numbers", "unpack_names", "unpack_numbers", "unpack_uint64"]
+__all__ = [
+    "count_of",
+    "fields",
+    "pack_choices",
+    "pack_names",
+    "pack_numbers",
+    "unpack_checksums",
+    "unpack_choices",
+    "unpack_names",
+    "unpack_numbers",
+]
 
 _WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
-def pack_numbers(values: Int64 | UInt64) -> dict[str, Any]:
+def fields(what: str, found: object, names: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return ``found`` if it is a map of exactly these keys. Raises ``FormatError``."""
+    if not isinstance(found, dict) or set(found) != set(names):
+        raise FormatError(f"manifest: {what} does not have exactly the fields {', '.join(names)}")
+    return found
+
+
+def pack_numbers(values: Int64) -> dict[str, Any]:
     """Pack a column of numbers that are all >= 0."""
     if len(values) and int(values.min()) < 0:
         raise FormatError(f"negative number {int(values.min())} in a manifest column")
@@ -31,25 +49,16 @@ def pack_numbers(values: Int64 | UInt64) -> dict[str, Any]:
 
 def unpack_numbers(what: str, column: object, count: int) -> Int64:
     """Return the column of exactly ``count`` numbers below 2^63. ``what`` names it in errors."""
-    values = _raw_numbers(what, column, count)
-    if values.dtype.itemsize == 8 and len(values) and int(values.max()) >= 1 << 63:
-        raise FormatError(f"manifest column {what}: number {int(values.max())} is over 2^63-1")
-    return values.astype(np.int64)
-
-
-def unpack_uint64(what: str, column: object, count: int) -> UInt64:
-    """The column of exactly ``count`` numbers below 2^64."""
-    return _raw_numbers(what, column, count).astype(np.uint64)
-
-
-def _raw_numbers(what: str, column: object, count: int) -> np.ndarray[Any, Any]:
     if not isinstance(column, dict) or set(column) != {"w", "d"}:
         raise FormatError(f"manifest column {what} is missing or not a column of numbers")
     width, data = column["w"], column["d"]
     if type(width) is not int or width not in _WIDTHS or not isinstance(data, bytes) or len(data) != width * count:
         size = len(data) if isinstance(data, bytes) else "no"
         raise FormatError(f"manifest column {what}: {size} bytes of width {width!r:.40} are not {count} numbers")
-    return np.frombuffer(data, _WIDTHS[width])
+    values = np.frombuffer(data, _WIDTHS[width])
+    if width == 8 and len(values) and int(values.max()) >= 1 << 63:
+        raise FormatError(f"manifest column {what}: number {int(values.max())} is over 2^63-1")
+    return values.astype(np.int64)
 
 
 def count_of(what: str, column: object) -> int:
@@ -84,3 +93,27 @@ def unpack_names(what: str, column: object) -> list[str]:
     except UnicodeDecodeError as error:
         raise FormatError(f"manifest column {what} is not UTF-8: {error}") from None
     return names[:-1]
+
+
+def pack_choices(values: list[str]) -> dict[str, Any]:
+    """Pack a column with few distinct strings: the strings, and the index of each row's string."""
+    of = sorted(set(values))
+    position = {value: i for i, value in enumerate(of)}
+    return {"of": pack_names(of), "index": pack_numbers(np.array([position[v] for v in values], np.int64))}
+
+
+def unpack_choices(what: str, column: object, count: int) -> list[str]:
+    """The column of exactly ``count`` strings."""
+    found = fields(what, column, ("of", "index"))
+    of = unpack_names(what, found["of"])
+    index = unpack_numbers(what, found["index"], count)
+    if int(index.max(initial=-1)) >= len(of):
+        raise FormatError(f"manifest column {what}: choice {int(index.max())} of {len(of)}")
+    return [of[i] for i in index.tolist()]
+
+
+def unpack_checksums(what: str, column: object) -> Checksums:
+    """The column of checksums."""
+    if not isinstance(column, bytes) or len(column) % CHECKSUM_BYTES:
+        raise FormatError(f"manifest column {what} is missing or not a column of checksums")
+    return checksum_column(column)

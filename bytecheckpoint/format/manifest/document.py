@@ -9,20 +9,18 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...tensors.metadata import ByteMeta
 from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
+from ..checksums import Checksums, empty_checksums
 from .frames import FrameTable, ReferenceTable, is_encoded
 
-__all__ = ["COMPANION", "FILE_KINDS", "FileTable", "Manifest", "SectionInfo", "UInt64", "timestamp"]
+__all__ = ["COMPANION", "FILE_KINDS", "FileTable", "Manifest", "SectionInfo", "timestamp"]
 
 COMPANION = "companion"
 """The kind of a file for other programs. It belongs to the checkpoint, but no load reads it."""
 
 FILE_KINDS = ("tensors", "values", "rank_values", COMPANION)
-
-UInt64 = npt.NDArray[np.uint64]
 
 
 def timestamp() -> str:
@@ -45,7 +43,7 @@ class FileTable:
     ``name`` is its key relative to the checkpoint; ``size`` is in bytes; ``section`` is an index of the manifest's
     sections; ``rank`` wrote it; ``kind`` is "tensors", "values" (of every rank), "rank_values" (of the writer) or
     ``COMPANION``. The first ``head_length`` bytes (the safetensors header with its padding, or all of any other file)
-    have the xxh3-64 ``head_checksum``. Each ``chunk_size`` bytes of a shard have one checksum. ``codec`` is "raw", or
+    have the ``head_checksum``. Each ``chunk_size`` bytes of a shard have one checksum. ``codec`` is "raw", or
     the name of the codec of the file's ``frames``, which are those of all files; None if no file is encoded.
     """
 
@@ -55,7 +53,7 @@ class FileTable:
     rank: Int64
     kind: list[str]
     head_length: Int64
-    head_checksum: UInt64
+    head_checksum: Checksums
     chunk_size: Int64
     codec: list[str]
     frames: FrameTable | None = None
@@ -81,9 +79,9 @@ class Manifest:
     ``created`` is RFC 3339 in UTC with microseconds; ``attempt`` is the directory of all files; ``metadata`` is the
     user's plain values. ``tensors`` are sorted by full name; ``scope`` is -1 for a tensor of the whole job, else the
     rank that alone has it. ``shards`` are sorted by (tensor, offsets); ``shard_offset`` counts bytes from the data
-    start of file ``shard_file``, as if it were not encoded. ``checksums`` are the xxh3-64 values of all shards' chunks,
-    in shard order; ``digests``, if there are any, are the high halves of their strong checksums (``strong_checksum``).
-    ``aliases`` are pairs of full names (alias, tensor that stores its bytes), sorted.
+    start of file ``shard_file``, as if it were not encoded. ``checksums`` are those of all shards' chunks, in shard
+    order. ``aliases`` are pairs of full names (alias, tensor that stores its bytes), sorted. Other checkpoints may
+    refer to the files if ``is_shared``.
     """
 
     library_version: str
@@ -99,9 +97,9 @@ class Manifest:
     shards: BoxTable
     shard_file: Int64
     shard_offset: Int64
-    checksums: UInt64
+    checksums: Checksums
     aliases: list[tuple[str, str]] = field(default_factory=list)
-    digests: UInt64 = field(default_factory=lambda: np.empty(0, np.uint64))
+    is_shared: bool = False
 
     @classmethod
     def assemble(
@@ -120,14 +118,14 @@ class Manifest:
         shards: BoxTable,
         shard_file: Int64,
         shard_offset: Int64,
-        checksums: UInt64,
         aliases: list[tuple[str, str]],
-        digests: UInt64 | None = None,
+        checksums: Checksums | None = None,
+        is_shared: bool = False,
     ) -> Manifest:
         """Create a manifest from tables in any row order: sort them, and point ``tensors.section`` to ``sections``.
 
-        ``checksums`` and ``digests`` are in the order of ``shards``. Raises ``KeyError`` for a tensor whose section is
-        not listed; ``validate`` checks everything else.
+        ``checksums`` are in the order of ``shards``; without them, all are zero. Raises ``KeyError`` for a tensor whose
+        section is not listed; ``validate`` checks everything else.
         """
         index = {section.name: i for i, section in enumerate(sections)}
         section = np.array([index[name] for name in tensors.sections], np.int64)
@@ -160,9 +158,9 @@ class Manifest:
             moved.take(rows),
             shard_file[rows],
             shard_offset[rows],
-            checksums[chunks],
+            empty_checksums(len(chunks)) if checksums is None else checksums[chunks],
             sorted(aliases),
-            np.empty(0, np.uint64) if digests is None else digests[chunks],
+            is_shared,
         )
 
     @cached_property
@@ -199,10 +197,17 @@ class Manifest:
         """The files of older checkpoints that hold bytes of this one."""
         return ReferenceTable() if self.files.frames is None else self.files.frames.references
 
-    @property
-    def version(self) -> int:
-        """The format version that can express the manifest."""
-        return 1 if self.files.frames is None and not len(self.digests) else 2
+    @cached_property
+    def frame_checksums(self) -> Checksums:
+        """The checksums of all frames. A frame as long as its chunk is the chunk."""
+        frames, rows = self.files.frames, self._shards_by_file[0]
+        if frames is None:
+            return self.checksums[:0]
+        rows = rows[is_encoded(self.files.codec)[self.shard_file[rows]]]
+        first = self.checksum_starts[rows]
+        found = self.checksums[ragged_positions(first, self.checksum_starts[rows + 1] - first)]
+        found[frames.length < frames.nbytes] = frames.checksums
+        return found
 
     def flattened(self) -> Manifest:
         """Return the manifest of a full copy, whose files have all frames themselves."""
@@ -212,7 +217,7 @@ class Manifest:
         length = np.where(is_encoded(files.codec), frames.sums(frames.length), files.size - files.head_length)
         own = FrameTable.build(
             frames.length,
-            frames.checksum,
+            frames.checksums,
             source=np.zeros_like(frames.source),
             offset=frames.source[:0],
             references=ReferenceTable(),

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ...errors import FormatError
 from ...tensors.tables import Int64, ragged_positions
+from ..checksums import Checksums
 
 __all__ = [
     "ENCODED_START",
@@ -72,7 +73,7 @@ class FrameTable:
 
     Attributes:
         length: Stored bytes of each frame. A frame as long as its chunk is the chunk itself.
-        checksum: xxh3-64 of these bytes.
+        checksums: Those of the frames that are shorter than their chunks, in order (see ``Manifest.frame_checksums``).
         starts: File ``i`` has the frames ``[starts[i], starts[i + 1])``.
         begin: The chunk's first byte, counted from the file's data start as if the file were not encoded.
         nbytes: Bytes of the chunk.
@@ -82,7 +83,7 @@ class FrameTable:
     """
 
     length: Int64
-    checksum: npt.NDArray[np.uint64]
+    checksums: Checksums
     starts: Int64
     begin: Int64
     nbytes: Int64
@@ -94,7 +95,7 @@ class FrameTable:
     def build(
         cls,
         length: Int64,
-        checksum: npt.NDArray[np.uint64],
+        checksums: Checksums,
         *,
         source: Int64,
         offset: Int64,
@@ -109,7 +110,7 @@ class FrameTable:
         """Find the chunk of each frame. ``encoded``, ``head_length`` and ``chunk_size`` are by file.
 
         ``offset`` are the positions of the frames that references hold, in order. Raises ``FormatError`` if the frames
-        are not those of the shards, or outside their references. The numbers are untrusted.
+        are not those of the shards. The numbers are untrusted; ``validate`` checks the references.
         """
         files = len(encoded)
         if len(shard_file) and int(shard_file.max()) >= files:
@@ -133,15 +134,18 @@ class FrameTable:
             raise FormatError(
                 f"manifest: frame {at} has {length[at]} bytes, not from 1 to the {found[at]} of its chunk"
             )
+        if len(source) != len(length) or len(offset) != np.count_nonzero(source):
+            raise FormatError("manifest: columns of frames differ in length")
+        if len(checksums) != np.count_nonzero(length < found):
+            raise FormatError(f"manifest: {len(checksums)} checksums are not those of the frames that are encoded")
         starts = np.searchsorted(of_file, np.arange(files + 1))
         stored = np.where(source == 0, length, 0)
         ends = np.cumsum(stored)
         before = np.append(0, ends)[starts[:-1]]
         position = ends - stored - before[of_file] + head_length[of_file]
-        _check_references(length, source, offset, references)
         position[source != 0] = offset
         begin = np.repeat(shard_offset[rows], counts) + skipped
-        return cls(length, checksum, starts, begin, found, position, source, references)
+        return cls(length, checksums, starts, begin, found, position, source, references)
 
     @property
     def stored(self) -> Int64:
@@ -156,22 +160,3 @@ class FrameTable:
         """Return the sum of a column's numbers for each file."""
         total: Int64 = np.append(0, np.cumsum(column))[self.starts]
         return np.diff(total)
-
-
-def _check_references(length: Int64, source: Int64, offset: Int64, references: ReferenceTable) -> None:
-    """Check that every reference holds frames, and that they are inside it."""
-    count, shared = len(references.name), np.flatnonzero(source)
-    if len(source) != len(length) or len(offset) != len(shared) or len(references.size) != count:
-        raise FormatError("manifest: columns of frames or references differ in length")
-    if ((source < 0) | (source > count)).any():
-        raise FormatError(f"manifest: a frame refers to file {int(source.max(initial=0))} of {count} references")
-    row = source[shared] - 1
-    if (np.bincount(row, minlength=count) == 0).any():
-        raise FormatError("manifest: no frame refers to one of the references")
-    bad = (offset < 0) | (offset > references.size[row] - length[shared])
-    if bad.any():
-        at = int(np.argmax(bad))
-        raise FormatError(
-            f"manifest: frame {shared[at]} of {length[shared[at]]} bytes at {offset[at]} is outside "
-            f"{references.name[row[at]]!r:.200} of {references.size[row[at]]}"
-        )

@@ -1,4 +1,4 @@
-"""Encode and decode the manifest: an envelope that all versions share, and the payload of each version.
+"""Encode and decode the manifest: an envelope, which is the same in all versions, and its payload.
 
 Nothing is used before the checksum of the whole document has been verified, and nothing is allocated because of a
 number that the document's own size does not account for.
@@ -13,14 +13,13 @@ import zstandard
 from ...errors import CorruptionError, FormatError, UnsupportedVersionError
 from ..msgpack_scan import scan_msgpack
 from .document import Manifest
+from .payload import pack_payload, unpack_payload
 from .validation import validate
-from .version1 import ManifestV1
-from .version2 import ManifestV2
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "MANIFEST_TRAILER", "MAX_MANIFEST_BYTES", "START", "decode", "encode"]
 
-FORMAT_VERSION = 2
-"""The newest version that this library reads and writes. It writes version 1 wherever that suffices."""
+FORMAT_VERSION = 1
+"""The version that this library reads and writes."""
 
 MANIFEST_KEY = "manifest.msgpack"
 """The manifest's key, relative to the checkpoint."""
@@ -39,8 +38,6 @@ _TRAILER = 2 + MANIFEST_TRAILER  # bytes: msgpack's header of a 16-byte bin, and
 _FREE_EXPANSION = 1 << 20  # bytes; up to this size any compression ratio is harmless
 _MAX_RATIO = 256
 
-_VERSIONS: dict[int, type[ManifestV1]] = {1: ManifestV1, 2: ManifestV2}
-
 # zstd is not called through ``codecs``, which is a plug-in interface for data files in a higher layer. The two codecs
 # of the envelope are part of the format.
 
@@ -52,15 +49,13 @@ def encode(manifest: Manifest, *, compress: bool = True) -> bytes:
     equal bytes (with the same version of zstd, if compressed).
     """
     validate(manifest)
-    payload = _VERSIONS[manifest.version].pack(manifest)
+    payload = pack_payload(manifest)
     codec, stored = "raw", payload
     if compress:
         smaller = zstandard.ZstdCompressor(level=3, write_content_size=True).compress(payload)
         if len(smaller) < len(payload) <= max(_FREE_EXPANSION, _MAX_RATIO * len(smaller)):
             codec, stored = "zstd", smaller
-    body = (
-        START + b"".join(msgpack.packb(part) for part in (manifest.version, codec, len(payload), stored)) + b"\xc4\x10"
-    )
+    body = START + b"".join(msgpack.packb(part) for part in (FORMAT_VERSION, codec, len(payload), stored)) + b"\xc4\x10"
     data = body + xxhash.xxh3_128_digest(body)
     if max(len(data), len(payload)) > MAX_MANIFEST_BYTES:
         raise FormatError(f"manifest of {len(payload)} bytes is over {MAX_MANIFEST_BYTES}; use fewer shards")
@@ -82,14 +77,12 @@ def decode(data: bytes) -> Manifest:
             f"checksum mismatch in the manifest ({len(data)} bytes): it was truncated or changed after it was written; "
             f"restore the file or load an earlier checkpoint"
         )
-    version, codec, raw_length, stored = _open_envelope(data)
-    payload = _expand(codec, raw_length, stored)
-    manifest = _VERSIONS[version].unpack(payload)
+    manifest = unpack_payload(_expand(*_open_envelope(data)))
     validate(manifest)
     return manifest
 
 
-def _open_envelope(data: bytes) -> tuple[int, str, int, bytes]:
+def _open_envelope(data: bytes) -> tuple[str, int, bytes]:
     if len(data) > MAX_MANIFEST_BYTES:
         raise FormatError(f"manifest of {len(data)} bytes is over {MAX_MANIFEST_BYTES}")
     unpacker = msgpack.Unpacker(max_buffer_size=len(data), max_array_len=6, max_map_len=0, max_ext_len=0)
@@ -98,10 +91,10 @@ def _open_envelope(data: bytes) -> tuple[int, str, int, bytes]:
         unpacker.read_array_header()
         unpacker.skip()
         version = unpacker.unpack()
-        if type(version) is int and version not in _VERSIONS:
+        if type(version) is int and version != FORMAT_VERSION:
             raise UnsupportedVersionError(
-                f"checkpoint has format version {version}; this library reads version "
-                f"{', '.join(map(str, _VERSIONS))}: use a newer library"
+                f"checkpoint has format version {version}; this library reads version {FORMAT_VERSION}: use a newer "
+                f"library"
             )
         scan_msgpack("manifest", data, max_depth=1)
         codec, raw_length, stored, checksum = (unpacker.unpack() for _ in range(4))
@@ -110,7 +103,7 @@ def _open_envelope(data: bytes) -> tuple[int, str, int, bytes]:
     types = (type(version), type(codec), type(raw_length), type(stored), type(checksum))
     if data[0] != START[0] or types != (int, str, int, bytes, bytes) or len(checksum) != 16:
         raise FormatError("manifest envelope is not [magic, version, codec, raw length, payload, checksum]")
-    return version, codec, raw_length, stored
+    return codec, raw_length, stored
 
 
 def _expand(codec: str, raw_length: int, stored: bytes) -> bytes:
