@@ -17,8 +17,13 @@ VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+# The address at which the sources are published; only a release contains it.
+REPOSITORY ?=
+TAG ?=
 GPU_ARGS ?=
 BENCH_ARGS ?=
+# The torch of `make test-floors`; empty: the newest. Only its metadata are pinned, so a CPU build satisfies it.
+FLOORS_TORCH ?= $(shell sed -n "s/^torch==//p" requirements/constraints.txt)
 
 # The CPU build of vLLM exists for these.
 WITH_VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),yes,no)
@@ -36,10 +41,11 @@ OLDER_VLLM = $(if $(filter-out 0,$(BCP_TEST_FULL)),0.30.0 0.31.0,$(shell echo 0.
 ENGINES := deepspeed megatron huggingface bytecheckpoint
 # Clients and servers of other stores, which no other target needs.
 STORES_VENV := $(VENV)-stores
+RELEASE_VENV := $(VENV)-release
 AZURITE := azurite@3.37.0
 HDFS_JARS := pyspark==2.4.8
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
-SOURCES := bytecheckpoint planners storage_backends tests examples benchmarks
+SOURCES := .ci bytecheckpoint planners storage_backends tests examples benchmarks
 
 # With small tensors on few cores, more threads only compete.
 export OMP_NUM_THREADS := 1
@@ -54,7 +60,7 @@ CHECK_PARTS := $(LINT_PARTS) test-fast
 FAST_TESTS := tests/planners tests/format tests/values tests/golden tests/cli tests/repo tests/saving/test_bad_input.py \
   tests/saving/test_write_images.py tests/loading/test_load_rules.py tests/engine tests/state/test_state_tensors.py
 
-.PHONY: help demo test check test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format bench gpu clean
+.PHONY: help demo test check test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format bench gpu dist clean test-oldest test-newest test-floors test-resolve
 
 help:
 	@echo "make demo       train, kill a rank during a save, resume on other layouts (about two minutes)"
@@ -70,12 +76,15 @@ help:
 	@echo "make test-bytecheckpoint   those with folders that the ByteCheckpoint package writes, in its environment"
 	@echo "make test-stores   those on real servers of HDFS, Azure, GCS and Ceph's S3, where they can be installed (not part"
 	@echo "                of make test; HDFS needs java, Azure npm and node, Ceph its packages on the PATH)"
+	@echo "make test-floors   the quick tests with the oldest and with the newest versions that pyproject.toml allows"
+	@echo "make test-resolve  whether every extra can be installed on every Python, also together with other packages"
 	@echo "make test-pairs   the matrix of all frameworks and shardings, which needs both of these environments"
 	@echo "make format     format the code and apply the linter's fixes"
 	@echo "make bench      benchmarks against hardware limits and other systems; writes docs/performance.md (half an hour;"
 	@echo "                BENCH_ARGS='--peers all' for more systems, BENCH_ARGS='--scale 0.01 --rounds 1' for a trial run)"
 	@echo "make gpu        on a machine with a GPU: tests/gpu and benchmarks in ten minutes, without installing anything;"
 	@echo "                it names what is missing (PYTHON=..., GPU_ARGS='--mebibytes 8192'; writes docs/performance/gpu.md and gpu.json)"
+	@echo "make dist       a source distribution and a wheel in dist/, from the commit, checked: REPOSITORY=https://..."
 	@echo "make clean      remove what the other targets created"
 
 # Run the parts named in $(1), print a summary, and fail if one of them failed.
@@ -148,6 +157,23 @@ test-pairs: $(ENGINES:%=$(VENV)-%/.installed)
 test-stores: $(STORES_VENV)/.servers
 	BCP_TEST_STORES=1 $(STORES_VENV)/bin/python -m pytest tests/stores -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
 
+test-floors: test-oldest test-newest
+
+test-oldest test-newest: test-%: $(VENV)-%/.installed
+	$(VENV)-$*/bin/python -m pytest tests/format tests/storage_backends tests/cli -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+$(VENV)-oldest/.installed: RESOLUTION := lowest-direct
+$(VENV)-newest/.installed: RESOLUTION := highest
+$(VENV)-oldest/.installed $(VENV)-newest/.installed: pyproject.toml setup.cfg $(RELEASE_VENV)/.installed
+	@echo "make: installing into $(@D) ..."
+	@$(PYTHON) -m venv --clear $(@D)
+	@echo 'torch$(if $(FLOORS_TORCH),==$(FLOORS_TORCH))' | $(RELEASE_VENV)/bin/uv pip install --quiet --python $(@D)/bin/python \
+	  --resolution $(RESOLUTION) -r /dev/stdin -e '.[test,s3,http,fast]'
+	@touch $@
+
+test-resolve: $(RELEASE_VENV)/.installed
+	$(RELEASE_VENV)/bin/python .ci/resolve.py $(RELEASE_VENV)/bin/uv
+
 # The jars are those of HDFS 2.7.3; the package needs an old setuptools to be built. A server that is missing skips its tests.
 $(STORES_VENV)/.servers: $(STORES_VENV)/.installed
 	@rm -rf $(@D)/hdfs $(@D)/node; mkdir -p $(@D)/hdfs $(@D)/node
@@ -186,10 +212,20 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --report $(BENCH_ARGS)
 
+dist: $(RELEASE_VENV)/.installed
+	@$(if $(REPOSITORY),,echo "make: set REPOSITORY to the address at which the sources are published" >&2; exit 1)
+	@rm -rf dist
+	$(RELEASE_VENV)/bin/python .ci/release.py $(REPOSITORY) $(TAG)
+
+$(RELEASE_VENV)/.installed: requirements/release.txt
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --no-deps -r $<
+	@touch $@
+
 # Uses what is there: a machine with a GPU may have no network.
 gpu:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(STORES_VENV) $(ENGINES:%=$(VENV)-%) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-* build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

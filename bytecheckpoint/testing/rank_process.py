@@ -170,6 +170,7 @@ def _fresh_surroundings(call: Call) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("default", module=r"torch\.")  # what torch warns of itself differs between releases
             for category, message in THIRD_PARTY_WARNINGS:
                 warnings.filterwarnings("ignore", message=message, category=category)
             yield

@@ -237,7 +237,7 @@ def test_a_worker_that_is_busy_when_the_push_begins(engine: ToyEngine, pool: Ran
 
 
 def _die_in_third_bucket(rank: int, world_size: int, url: str, log: Path) -> str:
-    """The file ``sockets`` beside the log gets the names of the abstract sockets of the update."""
+    """The file ``sockets`` next to the log gets the names of the abstract sockets of the update."""
     with log.open("wb") as opened:
         os.dup2(opened.fileno(), 2)
     send = Update.send

@@ -15,7 +15,7 @@ _Serve = Callable[..., None]
 
 @contextmanager
 def forked_server(serve: _Serve, *arguments: Any) -> Iterator[Any]:
-    """Call ``serve(announce, *arguments)`` in a process with a session of its own, and yield what it announces.
+    """Call ``serve(announce, *arguments)`` in a process with its own session, and yield what it announces.
 
     Afterwards the process and its children are killed.
     """

@@ -208,6 +208,14 @@ def test_a_rank_killed_between_calls_is_replaced(pool):
     assert pool.run(total_of_ranks, 0) == [6] * 4
 
 
+def warn_in_torch(rank, world_size):
+    warnings.warn_explicit("something is old", FutureWarning, "_api.py", 1, module="torch.distributed.tensor._api")
+
+
+def test_warnings_that_torch_causes_itself_are_not_errors(pool):
+    pool.run(warn_in_torch, world_size=1)
+
+
 def test_warnings_are_errors_in_ranks_too(pool):
     with pytest.raises(RanksFailed, match="UserWarning: something is odd"):
         pool.run(warn, world_size=1)
