@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .base import Communicator, Operation
+from .base import Communicator, Operation, Streams
 from .communicator import SocketCommunicator
 from .current import current_communicator
 from .single import SingleProcess
-from .streams import Streams
 
 __all__ = ["Communicator", "Operation", "SingleProcess", "SocketCommunicator", "Streams", "current_communicator"]

@@ -1,4 +1,4 @@
-"""The messages between ranks."""
+"""The messages between ranks, and how a rank introduces itself."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from typing import Literal, NamedTuple
 
 import msgpack
 
-__all__ = ["Message", "MessageKind", "WaitStep", "pack_branch", "unpack_branch"]
+__all__ = ["Introduction", "Message", "MessageKind", "WaitStep", "pack_branch", "unpack_branch"]
 
 MessageKind = Literal["payload", "waiting", "report", "failure", "left", "closing", "probe", "alive"]
 """``payload``: an exchange. ``waiting``: a note that names the ranks that the sender waits for. ``report``: a failure,
 on its way to rank 0. ``failure``: the failure that every rank raises, on its way down. ``left``: the sender and all
 ranks below it have left the operation. ``closing``: the sender closes its communicator. ``probe``: the receiver must
 answer with ``alive``."""
+
+
+class Introduction(NamedTuple):
+    """The rank that connects, and for what: control messages, or one stream of an operation."""
+
+    sender: int
+    purpose: Literal["messages", "stream"]
+    operation: str = ""
+    channel: str = ""
 
 
 class Message(NamedTuple):

@@ -1,4 +1,4 @@
-"""The connections of one rank: an asyncio event loop on one thread accepts, connects, sends and receives.
+"""The messages between one rank and its peers, which an asyncio event loop on one thread sends and receives.
 
 Control messages travel on one connection per pair of ranks, each with its length in front. Streams get connections of
 their own, which are handed over after the handshake. Every listener accepts both.
@@ -8,38 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import queue
 import socket
 import struct
 import weakref
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import msgpack
 
 from ..runtime.exit import before_exit
-from .handshake import Introduction, introduce, welcome
-from .timings import ACCEPT_RETRY_S, CONNECT_S, END_CHECK_S, END_CONFIRMATION_S, FLUSH_S, HANDSHAKE_S
+from .addresses import listen
+from .connections import Endpoint, LoopThread, accept, dial
+from .messages import Introduction
+from .timings import END_CHECK_S, END_CONFIRMATION_S, FLUSH_S
 
-__all__ = ["LOOPBACK", "Endpoint", "MessageHandler", "Network"]
+__all__ = ["MessageHandler", "Network"]
 
 _log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-
 _LENGTH = struct.Struct("<Q")
-_BACKLOG = 4096
-_MOST_UNAUTHENTICATED = 1024
-
-
-class Endpoint(NamedTuple):
-    """Where a rank listens: its addresses, most likely first, and its port."""
-
-    addresses: Sequence[str]
-    port: int
 
 
 class MessageHandler(Protocol):
@@ -72,14 +63,9 @@ class Network:
         self._outboxes: dict[int, list[bytes]] = {}
         self._lost: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unauthenticated: dict[asyncio.Task[None], None] = {}
         self._is_closing = False
         self._handler: MessageHandler
-        self._loop: asyncio.AbstractEventLoop
-        self._executor = ThreadPoolExecutor(1, "bytecheckpoint-control")
-        started: Future[None] = Future()
-        self._executor.submit(self._run_loop, started)
-        started.result()
+        self._thread = LoopThread("bytecheckpoint-control")
         _open_networks.add(self)
 
     def attach(self, handler: MessageHandler) -> None:
@@ -90,30 +76,30 @@ class Network:
         """Set where other ranks listen."""
         self._endpoints = endpoints
 
-    def listen(self, address: str) -> int:
-        """Accept connections on ``address`` (empty for every interface); return the port."""
-        listener = _listener(address)
-        listener.setblocking(False)
-        self._call(self._start, self._accept(listener))
-        return int(listener.getsockname()[1])
+    def listen(self, address: str = "") -> int:
+        """Accept connections on ``address``, by default as ``addresses.listen``; return the port."""
+        listener = listen(address)
+        port = int(listener.getsockname()[1])
+        self._thread.submit(accept(listener, self._key, self._take))
+        return port
 
     def connect(self, peer: int, timeout_s: float) -> None:
         """Connect to a peer for messages. Raises ``OSError`` or ``TimeoutError``."""
-        future = self._submit(self._connect(peer))
+        future = self._thread.submit(self._connect(peer))
         try:
             future.result(timeout_s)
-        except FutureTimeoutError:
+        except TimeoutError:
             raise TimeoutError(f"no answer in {timeout_s:g} s") from None
         finally:
             future.cancel()
 
     def open_stream(self, peer: int, operation: str, channel: str) -> Future[socket.socket]:
         """Connect a stream. The result is a non-blocking socket, which belongs to the caller."""
-        return self._submit(self._dial(peer, Introduction(self._rank, "stream", operation, channel)))
+        return self._thread.submit(self._dial(peer, Introduction(self._rank, "stream", operation, channel)))
 
     def send(self, peer: int, message: bytes) -> None:
         """Send a message without waiting, in order. Connects first if needed; drops messages to a lost peer."""
-        self._call(self._write, peer, message)
+        self._thread.call(self._write, peer, message)
 
     def flush(self) -> None:
         """Wait, for a moment at most, until the operating system has the messages sent so far.
@@ -121,7 +107,7 @@ class Network:
         It then delivers them even if this process is killed. Messages to a peer that does not read may stay queued.
         """
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        if self._call(done.put, None):
+        if self._thread.call(done.put, None):
             with contextlib.suppress(queue.Empty):
                 done.get(timeout=FLUSH_S)
 
@@ -131,96 +117,41 @@ class Network:
 
     def close(self) -> None:
         """Send what is pending, for a moment at most, close every connection and end the thread."""
-        self._call(self._stop)
-        self._executor.shutdown()
+        with contextlib.suppress(ConnectionError):  # it is closed
+            self._thread.submit(self._close_writers()).result()
+        self._thread.close()
         _open_networks.discard(self)
 
-    def _call(self, function: Any, *arguments: Any) -> bool:
-        """Run a function on the thread; return False if it has ended."""
-        try:
-            self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:
-            for argument in arguments:
-                if isinstance(argument, Coroutine):
-                    argument.close()
-            return False
-        return True
-
-    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError as error:
-            coroutine.close()
-            raise ConnectionError("this communicator is closed") from error
-
-    def _run_loop(self, started: Future[None]) -> None:
-        try:
-            asyncio.run(self._run(started))
-        except BaseException as error:
-            _log.exception("the network thread of rank %d failed", self._rank)
-            if not started.done():
-                started.set_exception(error)
-            raise
-
-    async def _run(self, started: Future[None]) -> None:
-        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
-        started.set_result(None)
-        await self._stopped.wait()
-        writers = list(self._writers.values())
-        for writer in writers:
-            writer.close()
-        flushed = asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(flushed, FLUSH_S)
-        for writer in writers:
-            writer.transport.abort()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _stop(self) -> None:
+    async def _close_writers(self) -> None:
         self._is_closing = True
-        self._stopped.set()
+        closing = {}
+        for writer in self._writers.values():
+            writer.close()
+            closing[asyncio.create_task(writer.wait_closed())] = writer
+        if closing:
+            _, late = await asyncio.wait(closing, timeout=FLUSH_S)
+            for one in late:
+                closing[one].transport.abort()
+            await asyncio.gather(*closing, return_exceptions=True)
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)  # the loop itself does not keep it
         task.add_done_callback(self._tasks.discard)
-        return task
 
-    async def _accept(self, listener: socket.socket) -> None:
-        with listener:
-            while True:
-                try:
-                    connection, _address = await self._loop.sock_accept(listener)
-                except OSError:
-                    _log.debug("accepting a connection failed", exc_info=True)
-                    await asyncio.sleep(ACCEPT_RETRY_S)
-                    continue
-                _configure(connection)
-                if len(self._unauthenticated) >= _MOST_UNAUTHENTICATED:
-                    next(iter(self._unauthenticated)).cancel()
-                task = self._start(self._admit(connection))
-                self._unauthenticated[task] = None
-                task.add_done_callback(lambda done: self._unauthenticated.pop(done, None))
-
-    async def _admit(self, connection: socket.socket) -> None:
-        try:
-            introduction = await asyncio.wait_for(welcome(connection, self._key), HANDSHAKE_S)
-        except (TimeoutError, OSError, ValueError) as error:
-            _log.debug("refused a connection: %s", error)
-            connection.close()
-        except BaseException:
-            connection.close()
-            raise
+    def _take(self, introduction: bytes, connection: socket.socket) -> None:
+        found = Introduction(*msgpack.unpackb(introduction))
+        if found.purpose == "stream":
+            self._handler.add_stream(found, connection)
         else:
-            if introduction.purpose == "stream":
-                self._handler.add_stream(introduction, connection)
-            else:
-                await self._add_peer(introduction.sender, connection)
+            self._start(self._add_peer(found.sender, connection))
 
     async def _connect(self, peer: int) -> None:
         await self._add_peer(peer, await self._dial(peer, Introduction(self._rank, "messages")))
+
+    async def _dial(self, peer: int, introduction: Introduction) -> socket.socket:
+        """The last address has no limit: the peer may be stopped for a while."""
+        return await dial(self._endpoints[peer], msgpack.packb(introduction))
 
     async def _add_peer(self, peer: int, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection)
@@ -253,8 +184,9 @@ class Network:
     async def _confirm_loss(self, peer: int, reason: str) -> None:
         """Report a loss, on this host once the peer's process has ended, so that the report can give the cause."""
         self._lost.add(peer)
-        give_up = self._loop.time() + END_CONFIRMATION_S
-        while self._handler.may_see_end_of(peer) and self._loop.time() < give_up:
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + END_CONFIRMATION_S
+        while self._handler.may_see_end_of(peer) and loop.time() < give_up:
             await asyncio.sleep(END_CHECK_S)
         self._handler.lose_peer(peer, reason)
 
@@ -271,57 +203,12 @@ class Network:
     async def _connect_and_send(self, peer: int) -> None:
         try:
             await self._connect(peer)
-        except (TimeoutError, OSError) as error:
+        except OSError as error:
             self._lost.add(peer)
             self._handler.lose_peer(peer, str(error))
         for data in self._outboxes.pop(peer):
             if peer in self._writers:
                 self._writers[peer].write(data)
-
-    async def _dial(self, peer: int, introduction: Introduction) -> socket.socket:
-        """Connect to the first address that answers. The last one has no limit: the peer may be stopped for a while."""
-        endpoint, refused = self._endpoints[peer], []
-        for number, address in enumerate(endpoint.addresses, 1):
-            limit_s = CONNECT_S if number < len(endpoint.addresses) else None
-            try:
-                return await asyncio.wait_for(self._dial_address(address, endpoint.port, introduction), limit_s)
-            except TimeoutError:
-                refused.append(f"{address}: no answer in time")
-            except OSError as error:
-                refused.append(f"{address}: {error}")
-        raise ConnectionError(f"cannot connect to port {endpoint.port} of " + "; ".join(refused))
-
-    async def _dial_address(self, address: str, port: int, introduction: Introduction) -> socket.socket:
-        connection = socket.socket(await self._family(address, port), socket.SOCK_STREAM)
-        try:
-            _configure(connection)
-            await self._loop.sock_connect(connection, (address, port))
-            await introduce(connection, self._key, introduction)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    async def _family(self, address: str, port: int) -> int:
-        try:
-            return socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
-        except ValueError:
-            found = await self._loop.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-            return found[0][0]
-
-
-def _configure(connection: socket.socket) -> None:
-    connection.setblocking(False)
-    # asyncio does this only for sockets with an explicit protocol number.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _listener(address: str) -> socket.socket:
-    if not address and socket.has_dualstack_ipv6():
-        # IPv6 may be compiled in and yet switched off on this host.
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-    return socket.create_server((address, 0), backlog=_BACKLOG)
 
 
 _open_networks: weakref.WeakSet[Network] = weakref.WeakSet()

@@ -11,13 +11,12 @@ from typing import NoReturn
 
 from ..errors import ControlError, DisagreementError
 from .agreement import format_ranks
-from .base import Operation
+from .base import Operation, Streams
 from .messages import WaitStep, pack_branch, unpack_branch
 from .network import Network
 from .outcome import Outcome
 from .router import Router
 from .socket_streams import SocketStreams
-from .streams import Streams
 from .timings import (
     LONGEST_NOTE_INTERVAL_S,
     NOTE_LIFETIME_INTERVALS,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,8 +20,10 @@ import msgpack
 from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import ControlError, DeadlineError
+from .addresses import ADDRESS_VARIABLE, LOOPBACK, own_addresses
 from .agreement import format_ranks
-from .network import LOOPBACK, Endpoint, Network
+from .connections import Endpoint, new_key
+from .network import Network
 from .operation import SocketOperation
 from .peers import PeerIdentity, PeerWatch
 from .router import Router
@@ -34,15 +35,10 @@ from .timings import (
 )
 from .tree import Tree
 
-__all__ = ["ADDRESS_VARIABLE", "connect_ranks"]
-
-ADDRESS_VARIABLE = "BYTECHECKPOINT_CONTROL_ADDRESS"
-"""Environment variable of rank 0: an address at which every host can reach it, if it cannot find one."""
+__all__ = ["connect_ranks"]
 
 _PREFIX = "bytecheckpoint/control"
-_KEY_BYTES = 32
 _LEAST_S = 0.01
-_OTHER_HOST = "192.0.2.1"  # an address reserved for documentation: certainly not one of this host
 
 
 def connect_ranks(store: Any, here: PeerIdentity, tree: Tree, deadline_s: float) -> tuple[Router, Network]:
@@ -76,20 +72,19 @@ class _Arrival:
     def connect(self) -> tuple[Router, Network]:
         rank, parent = self._here.rank, self._parent
         self._poll(lambda: self._unregistered(self._children), f"register with rank {rank}")
-        key, is_local, parent_endpoint = self._register() if rank else (secrets.token_bytes(_KEY_BYTES), False, None)
-        is_local = is_local if rank else self._is_local
+        at_parent, is_local = self._register() if rank else (None, self._is_local)
+        key = at_parent.key if at_parent else new_key()
+        facing = at_parent.addresses if at_parent else filter(None, [os.environ.get("MASTER_ADDR")])
         network = Network(rank, key)
         try:
             router = Router(self._here, self._tree, network)
             network.attach(router)
-            endpoint = Endpoint(
-                [LOOPBACK] if is_local else _own_addresses(parent_endpoint),
-                network.listen(LOOPBACK if is_local else ""),
-            )
+            addresses = [LOOPBACK] if is_local else own_addresses(facing)
+            endpoint = Endpoint(addresses, network.listen(LOOPBACK if is_local else ""), key)
             if self._children:
-                self._await_children(network, msgpack.packb([key, is_local, endpoint]))
-            if parent_endpoint is not None:
-                network.set_endpoints({parent: parent_endpoint})
+                self._await_children(network, msgpack.packb([endpoint, is_local]))
+            if at_parent is not None:
+                network.set_endpoints({parent: at_parent})
                 self._connect_to_parent(network)
             self._exchange_endpoints(router, network, endpoint)
         except BaseException:
@@ -97,16 +92,16 @@ class _Arrival:
             raise
         return router, network
 
-    def _register(self) -> tuple[bytes, bool, Endpoint]:
-        """Register with the parent; return the key, whether all ranks share a loopback interface, and where it is."""
+    def _register(self) -> tuple[Endpoint, bool]:
+        """Register with the parent; return where it listens, and whether all ranks share a loopback interface."""
         token = secrets.token_hex(8)
         value = msgpack.packb([token, self._here.pack(), self._is_local])
         self._shared.set(f"registered/{self._here.rank}", value)
         answer = f"answer/{token}"
         self._poll(lambda: [] if self._shared.check([answer]) else [self._parent], "answer its children")
-        key, is_local, endpoint = msgpack.unpackb(bytes(self._shared.get(answer)))
+        endpoint, is_local = msgpack.unpackb(bytes(self._shared.get(answer)))
         self._delete(answer)
-        return key, is_local, Endpoint(*endpoint)
+        return Endpoint(*endpoint), is_local
 
     def _unregistered(self, children: Iterable[int]) -> list[int]:
         self._read_registrations(rank for rank in children if rank not in self._tokens)
@@ -158,7 +153,8 @@ class _Arrival:
     def _exchange_endpoints(self, router: Router, network: Network, endpoint: Endpoint) -> None:
         """Give every rank the endpoints of all, and the identities of the processes on its host."""
         with SocketOperation(router, network, "connect/0", self._left_s()) as operation:
-            gathered = operation.gather("endpoints", msgpack.packb([self._here.pack(), endpoint]))
+            place = [endpoint.addresses, endpoint.port]
+            gathered = operation.gather("endpoints", msgpack.packb([self._here.pack(), place]))
             directory, neighbours = (None, None) if gathered is None else _compile(gathered)
             directory = operation.broadcast("endpoints", directory)
             peers = msgpack.unpackb(operation.scatter("neighbours", neighbours))
@@ -169,7 +165,7 @@ class _Arrival:
             name, network_scope, addresses = hosts[host]
             router.hosts[rank] = name
             is_local = network_scope == self._here.network_scope != ""
-            endpoints[rank] = Endpoint([LOOPBACK] if is_local else addresses, port)
+            endpoints[rank] = Endpoint([LOOPBACK] if is_local else addresses, port, endpoint.key)
         network.set_endpoints(endpoints)
 
     def _poll(self, missing: Callable[[], list[int]], action: str, hint: str = "") -> None:
@@ -224,28 +220,5 @@ def _compile(gathered: Sequence[bytes]) -> tuple[bytes, list[bytes]]:
     return msgpack.packb([list(hosts), places]), [neighbours[scope] for scope in scopes]
 
 
-def _own_addresses(parent: Endpoint | None) -> list[str]:
-    """The addresses at which other hosts may reach this rank, most likely first."""
-    if parent is not None:
-        return _addresses_facing(parent.addresses)
-    configured = os.environ.get(ADDRESS_VARIABLE)
-    return [configured] if configured else _addresses_facing([os.environ.get("MASTER_ADDR", _OTHER_HOST)])
-
-
-def _addresses_facing(hosts: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    for host in hosts:
-        with contextlib.suppress(OSError):
-            # A connected datagram socket sends nothing; it asks the routing table which of our addresses faces a host.
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, 9))
-                found.append(probe.getsockname()[0])
-    with contextlib.suppress(OSError):
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
-    found.append(socket.getfqdn())
-    local = ("127.", "::1", "fe80:")
-    return [address for address in dict.fromkeys(found) if not address.startswith(local)] or [LOOPBACK]
-
-
 def _hint() -> str:
-    return f"Set {ADDRESS_VARIABLE} on rank 0 to an address that every host can reach."
+    return f"Set {ADDRESS_VARIABLE} on rank 0 to an address or network interface that every host can reach."

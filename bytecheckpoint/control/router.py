@@ -20,8 +20,7 @@ from typing import Any, Protocol
 import msgpack
 
 from .failure import FailureRecord
-from .handshake import Introduction
-from .messages import Message, WaitStep
+from .messages import Introduction, Message, WaitStep
 from .peers import PeerIdentity, PeerWatch
 from .timings import UNREAD_MESSAGES_S, WAIT_CHECK_S
 from .tree import Tree

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from .base import Communicator, Operation
-from .streams import NoStreams, Streams
+from .base import Communicator, Operation, Streams
+from .connections import Buffer
 
-__all__ = ["SingleOperation", "SingleProcess"]
+__all__ = ["NoStreams", "SingleOperation", "SingleProcess"]
+
+
+class NoStreams(Streams):
+    """The streams of a job of one process, which has no peers."""
+
+    def send(self, to: int, channel: str, data: Buffer) -> None:
+        raise ValueError(f"cannot send to rank {to}: this is a job of one process")
+
+    def receive(self, source: int, channel: str, into: Buffer) -> None:
+        raise ValueError(f"cannot receive from rank {source}: this is a job of one process")
 
 
 class SingleOperation(Operation):

@@ -12,20 +12,18 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from typing import NoReturn
 
 from ..errors import ControlError
+from .base import Streams
+from .connections import Buffer, close_when_connected, receive_into, send
 from .failure import FailureRecord
 from .network import Network
 from .outcome import Outcome
-from .streams import Buffer, Streams
 from .timings import END_CONFIRMATION_S, STREAM_POLL_S
 
 __all__ = ["SocketStreams"]
-
-_SEND_BYTES = 8 << 20
 
 
 class SocketStreams(Streams):
@@ -39,36 +37,20 @@ class SocketStreams(Streams):
         self._is_closed = False
 
     def send(self, to: int, channel: str, data: Buffer) -> None:
-        view, done = memoryview(data).cast("B"), 0
-        wait = self._wait_for(to, f"stream {channel!r} to rank {to}")
+        nbytes, wait = len(memoryview(data).cast("B")), self._wait_for(to, f"stream {channel!r} to rank {to}")
         with wait.reporting_loss():
-            connection = self._connection_to(to, channel, wait) if len(view) else None
-            while connection is not None and done < len(view):
-                try:
-                    done += connection.send(view[done : done + _SEND_BYTES])
-                    wait.restart()
-                except BlockingIOError:
-                    wait.until_ready(connection, select.POLLOUT)
+            if nbytes:
+                send(self._connection_to(to, channel, wait), data, wait.until_ready)
         with self._lock:
-            self.bytes_sent += len(view)
+            self.bytes_sent += nbytes
 
     def receive(self, source: int, channel: str, into: Buffer) -> None:
-        view, done = memoryview(into).cast("B"), 0
-        wait = self._wait_for(source, f"stream {channel!r} from rank {source}")
+        nbytes, wait = len(memoryview(into).cast("B")), self._wait_for(source, f"stream {channel!r} from rank {source}")
         with wait.reporting_loss():
-            connection = self._connection_from(source, channel, wait) if len(view) else None
-            while connection is not None and done < len(view):
-                try:
-                    count = connection.recv_into(view[done:])
-                except BlockingIOError:
-                    wait.until_ready(connection, select.POLLIN)
-                    continue
-                if not count:
-                    raise ConnectionError(f"it ended {len(view) - done} bytes too early")
-                done += count
-                wait.restart()
+            if nbytes:
+                receive_into(self._connection_from(source, channel, wait), into, wait.until_ready)
         with self._lock:
-            self.bytes_received += len(view)
+            self.bytes_received += nbytes
 
     def close(self) -> None:
         """Close the outgoing connections; what the operating system has accepted is still delivered. Never raises."""
@@ -115,10 +97,7 @@ class _PeerWait:
         self.action = action
         self._outcome, self._peer = outcome, peer
         self._router, self._state = outcome.router, outcome.state
-        self.restart()
-
-    def restart(self) -> None:
-        self._deadline = time.monotonic() + self._outcome.deadline_s
+        self._deadline = time.monotonic() + outcome.deadline_s
 
     def check(self) -> None:
         """Raise a failure that has arrived, the loss of the peer, or that the deadline has passed."""
@@ -130,7 +109,8 @@ class _PeerWait:
             self._outcome.raise_deadline(self.action, [self._peer])
 
     def until_ready(self, connection: socket.socket, event: int) -> None:
-        """Wait until the connection is ready."""
+        """Wait until the connection is ready. Bytes have moved since the last wait, so the deadline begins again."""
+        self._deadline = time.monotonic() + self._outcome.deadline_s
         poll = select.poll()
         poll.register(connection, event)
         while not poll.poll(STREAM_POLL_S * 1000):
@@ -140,12 +120,12 @@ class _PeerWait:
         """Wait until a connection is made."""
         try:
             while True:
-                with contextlib.suppress(FutureTimeoutError):
+                with contextlib.suppress(TimeoutError):
                     return future.result(STREAM_POLL_S)
                 self.check()
         except BaseException:
             if not future.cancel():
-                future.add_done_callback(_discard)
+                close_when_connected(future)
             raise
 
     @contextmanager
@@ -172,8 +152,3 @@ class _PeerWait:
             router.wait_until(lambda: state.failure is not None, STREAM_POLL_S)
         how = f"its connection to rank {router.rank} was lost in the middle of this {state.kind} ({error})"
         self._outcome.raise_record(FailureRecord.from_death(identity, self.action, how))
-
-
-def _discard(future: Future[socket.socket]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().close()

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
+from bytecheckpoint.control.base import Streams
 from bytecheckpoint.control.single import SingleOperation
-from bytecheckpoint.control.streams import Streams
 from bytecheckpoint.engine import writing
 from bytecheckpoint.engine.checksums import ChunkHasher
 from bytecheckpoint.engine.files import tensor_image

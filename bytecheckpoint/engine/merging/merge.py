@@ -18,8 +18,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...control.base import Operation
-from ...control.streams import NoStreams, Streams
+from ...control.base import Operation, Streams
+from ...control.single import NoStreams
 from ...errors import ControlError
 from ...format.safetensors import HeaderEntry, build_header
 from ...planners import FragmentSlices, GatherShare, LocalPlan

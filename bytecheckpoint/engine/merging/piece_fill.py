@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...control.streams import Streams
+from ...control.base import Streams
 from ...planners import GatherShare
 from ...tensors.geometry import decompose, row_major_strides
 from ..tensor_bytes import CARRIERS, byte_view

@@ -18,11 +18,12 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
+from ...control.connections import Endpoint, at_most, close_when_connected, receive
 from ...errors import BytecheckpointError, EngineError, StateError
 from .daemon import run_daemon
 from .engines.addresses import engine_at, server_at
 from .engines.base import Budget, Engine, ask, ask_all, check_awake
-from .transports.connection import Acceptor, Endpoint, connect, receive
+from .transports.acceptor import Acceptor, connect
 
 __all__ = [
     "HeldLease",
@@ -159,13 +160,12 @@ class PauseLease(Acceptor):
 
     def _serve(self, connection: socket.socket) -> None:
         self.is_connected = True
-        connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        with suppress(OSError, EngineError):
-            receive(connection, 1)
+        with suppress(OSError):
+            receive(connection, 1, at_most(None))
         self.is_connected = False
         self._expire("is gone")
 
@@ -216,7 +216,7 @@ class HeldLease:
 
     def __init__(self, engine: Engine, transaction: str, holder: str, seconds: float, wait_s: float) -> None:
         self._engine, self._transaction = engine, transaction
-        self._connecting: Future[tuple[socket.socket, str]] | None = None
+        self._connecting: Future[socket.socket] | None = None
         address = engine.address
         if address is None:
             return
@@ -245,10 +245,5 @@ class HeldLease:
     def lose(self) -> None:
         """Disconnect, so that the engine's worker settles the push as soon as it can."""
         if self._connecting is not None:
-            self._connecting.add_done_callback(_close)
+            close_when_connected(self._connecting)
             self._connecting = None
-
-
-def _close(connecting: Future[tuple[socket.socket, str]]) -> None:
-    if connecting.exception() is None:
-        connecting.result()[0].close()

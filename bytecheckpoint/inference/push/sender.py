@@ -12,6 +12,7 @@ from typing import Any
 import msgpack
 import torch
 
+from ...control.connections import Endpoint
 from ...tensors.dtypes import is_lossless_cast
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
@@ -19,7 +20,6 @@ from .quantization.blocks import QUANTIZED
 from .quantization.quantizer import Quantizer
 from .sources import Source
 from .transports.base import Transport, word_digest, xxh3_digest
-from .transports.connection import Endpoint
 from .transports.cuda_ipc import compute_device
 from .transports.group import Membership
 from .transports.shared_memory import ArenaAddress, SharedMemoryTransport

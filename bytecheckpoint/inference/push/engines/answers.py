@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from ....control.connections import Endpoint, at_most, receive, send
 from ....errors import DeadlineError, EngineError
-from ..transports.connection import Acceptor, Endpoint, connect, receive
+from ..transports.acceptor import Acceptor, connect
 from .base import Budget, Engine
 
 __all__ = ["METHOD", "REPLICATED", "Answers", "CollectiveRpc", "post_answer"]
@@ -53,16 +54,16 @@ class Answers(Acceptor):
             if not self._changed.wait_for(lambda: len(self._found) >= self._workers, min(budget.left, _LATE_S)):
                 raise DeadlineError(
                     f"{len(self._found)} of {self._workers} workers of {name} have sent their answer to this host in "
-                    f"time; can they reach port {self.endpoint.port} of {', '.join(self.endpoint.hosts)}?"
+                    f"time; can they reach port {self.endpoint.port} of {', '.join(self.endpoint.addresses)}?"
                 )
             return [self._found[number] for number in sorted(self._found)]
 
     def _serve(self, connection: socket.socket) -> None:
-        connection.settimeout(_ANSWER_S)
-        number, workers, length = _HEAD.unpack(receive(connection, _HEAD.size))
+        wait = at_most(_ANSWER_S)
+        number, workers, length = _HEAD.unpack(receive(connection, _HEAD.size, wait))
         if length > _MAX_ANSWER_BYTES:
             raise EngineError(f"an answer of {length} bytes is refused")
-        text = receive(connection, length).decode()
+        text = receive(connection, length, wait).decode()
         with self._changed:
             self._found[number], self._workers = text, workers
             self._changed.notify_all()
@@ -70,13 +71,12 @@ class Answers(Acceptor):
 
 def post_answer(hosts: Sequence[str], port: int, key: str, number: int, workers: int, answer: str) -> None:
     """Send a worker's answer to the sender of a request. Raises ``EngineError`` when the sender cannot be reached."""
-    connection, where = connect(Endpoint(tuple(hosts), port, bytes.fromhex(key)))
     data = answer.encode()
-    with connection:
+    with connect(Endpoint(hosts, port, bytes.fromhex(key))) as connection:
         try:
-            connection.sendall(_HEAD.pack(number, workers, len(data)) + data)
+            send(connection, _HEAD.pack(number, workers, len(data)) + data, at_most(_ANSWER_S))
         except OSError as error:
-            raise EngineError(f"the connection to the sender at {where} broke: {error}") from error
+            raise EngineError(f"the connection to the sender broke: {error}") from error
 
 
 class CollectiveRpc(Engine):

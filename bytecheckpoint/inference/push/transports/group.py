@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ....control.addresses import EVERYWHERE, LOOPBACK, listen
 from ....errors import EngineError, StateError, UsageError
 from ..daemon import run_daemon
+from .acceptor import push_addresses
 from .base import TransportBroken
-from .listening import listen, local_addresses, own_address
 
 __all__ = [
     "Group",
@@ -44,7 +45,6 @@ GroupBackend = Literal["gloo", "nccl"]
 _UNBOUNDED = timedelta(days=365)  # when NCCL's own timeout expires, its watchdog ends the process
 _POLL_S = 0.0005
 _CONNECT_S = 5.0
-_BACKLOG = 1024  # members connect at the same moment
 
 Tensors = Sequence[torch.Tensor]
 Check = Callable[[], None]
@@ -93,13 +93,16 @@ class GroupRendezvous:
         names = {*senders, *groups}
         if self._address is None or names != {self._address.name} or self._workers != list(workers):
             wait = timedelta(seconds=self._wait_s)
-            listener = listen(_BACKLOG)
-            own = own_address(listener)
+            listener = listen()
+            host, port = listener.getsockname()[:2]
+            host = LOOPBACK if host in EVERYWHERE else host
             # The store owns the socket from now on.
-            self._store = TCPStore(*own, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach())
+            self._store = TCPStore(
+                host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
             size = len(senders) + len(workers)
             self._address = GroupAddress(
-                secrets.token_hex(8), local_addresses(), self._store.port, self._backend, size, self._wait_s
+                secrets.token_hex(8), push_addresses(), self._store.port, self._backend, size, self._wait_s
             )
             self._workers = list(workers)
         return self._address

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
+from ....control.connections import Endpoint
 from ....errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from ....tensors.geometry import Box
 from ..layout import ChunkStore, Waves
 from ..messages import without_traceback
 from .base import Digest, xxh3_digest
-from .connection import Endpoint
 from .cuda_ipc import synchronize
 from .shared_memory import Arena, ArenaAddress
 from .tcp import ChunkServer

@@ -1,13 +1,16 @@
 """Chunks over authenticated TCP connections: a sender's transport, and the server of a worker.
 
-The server stores chunks in an arena or in a ring buffer. Where the sender can map the ring buffer's memory (shared
-memory or CUDA IPC), it writes there and only announces the chunks over the connection.
+A sender sends ``(chunk, length, digest)`` frames, each followed by ``length`` bytes. A length of 0 announces that the
+sender wrote the chunk into mapped memory (shared memory or CUDA IPC). ``END`` instead of a chunk number ends the
+stream. The server stores chunks in an arena or in a ring buffer. It sends ``(TAKEN, waves)`` when it frees room, and at
+the end ``(FINISHED, 0)``, or ``(FAILED, length)`` and a msgpack message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,33 +18,27 @@ from functools import partial
 import msgpack
 import torch
 
+from ....control.connections import Endpoint, at_most, receive, receive_into, send
 from ....engine.tensor_bytes import byte_view
 from ....errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from ..layout import ChunkStore
 from ..messages import SenderLost
+from .acceptor import Acceptor, connect
 from .base import Place, Transport, TransportBroken
-from .connection import (
-    END,
-    FAILED,
-    FINISHED,
-    FRAME,
-    STATUS,
-    TAKEN,
-    Acceptor,
-    Endpoint,
-    connect,
-    drain,
-    receive,
-    receive_into,
-    set_unbounded_receive,
-)
 from .cuda_ipc import OpenArena, attach_device, synchronize
 from .shared_memory import ArenaAddress, attach
 
-__all__ = ["ChunkServer", "StreamBroken", "TcpTransport"]
+__all__ = ["END", "FAILED", "FINISHED", "FRAME", "STATUS", "TAKEN", "ChunkServer", "StreamBroken", "TcpTransport"]
+
+FRAME = struct.Struct("!QQQ")
+STATUS = struct.Struct("!BQ")
+FINISHED, FAILED, TAKEN = range(3)
+END = (1 << 64) - 1
 
 _MAX_TEXT_BYTES = 1 << 16
 _MAX_TEXT = 4000  # characters
+_DRAIN_BYTES = 1 << 16
+_ANY_TIME = at_most(None)
 
 
 class StreamBroken(TransportBroken):
@@ -52,7 +49,7 @@ class ChunkServer(Acceptor):
     """Receives chunks from senders into ``store``, and reports room and failures to all of them."""
 
     def __init__(self, store: ChunkStore, deadline_s: float) -> None:
-        self._store, self._deadline_s = store, deadline_s
+        self._store, self._wait = store, at_most(deadline_s)
         self._sending = threading.Lock()
         self._senders: set[socket.socket] = set()
         self._status = STATUS.pack(TAKEN, 0)
@@ -75,19 +72,17 @@ class ChunkServer(Acceptor):
             self._status = frame
             for connection in self._senders:
                 with contextlib.suppress(OSError):  # the loader notices the missing chunks of a lost sender
-                    connection.sendall(frame)
+                    send(connection, frame, self._wait)
 
     def _serve(self, connection: socket.socket) -> None:
-        # A sender is silent while the engine loads a layer; the loader's own deadline covers a stalled sender.
-        set_unbounded_receive(connection, send_timeout_s=self._deadline_s)
         try:
             with self._sending:
                 self._senders.add(connection)
-                connection.sendall(self._status)
+                send(connection, self._status, self._wait)
             while self._receive_chunk(connection):
                 pass
             with self._sending:
-                connection.sendall(STATUS.pack(FINISHED, 0))
+                send(connection, STATUS.pack(FINISHED, 0), self._wait)
         except Exception as error:
             self._fail(connection, _as_failure(error))
             raise
@@ -100,19 +95,22 @@ class ChunkServer(Acceptor):
         self._store.sender_failed(error)
         with contextlib.suppress(OSError):
             with self._sending:
-                connection.sendall(_failure_frame(error))
+                send(connection, _failure_frame(error), self._wait)
             connection.shutdown(socket.SHUT_WR)
-            drain(connection)
+            # Closing a socket with unread bytes resets the connection, and the sender can lose the last message to it.
+            while True:
+                receive(connection, _DRAIN_BYTES, _ANY_TIME)
 
     def _receive_chunk(self, connection: socket.socket) -> bool:
         """Return False at the end of the stream."""
-        chunk, length, digest = FRAME.unpack(receive(connection, FRAME.size))
+        # A sender is silent while the engine loads a layer; the loader's own deadline covers a stalled sender.
+        chunk, length, digest = FRAME.unpack(receive(connection, FRAME.size, _ANY_TIME))
         if chunk == END:
             return False
         place = self._store.claim(chunk, length)
         if length:
             landing = torch.empty(length, dtype=torch.uint8) if place.is_cuda else place
-            receive_into(connection, byte_view(landing))
+            receive_into(connection, byte_view(landing), _ANY_TIME)
             if landing is not place:
                 place.copy_(landing)
         self._store.verify(chunk, place, digest)
@@ -158,9 +156,9 @@ class TcpTransport(Transport):
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._taken, self._is_over, self._failure = 0, False, ""
-        self._connection, self._where = connect(endpoint)
+        self._connection = connect(endpoint)
         try:
-            set_unbounded_receive(self._connection, send_timeout_s=deadline_s)
+            self._where = ":".join(map(str, self._connection.getpeername()[:2]))
             if memory is not None:
                 self._attach(memory, on_device=on_device)
             self._listener = threading.Thread(target=self._listen, name="bcp-push-ring", daemon=True)
@@ -219,10 +217,9 @@ class TcpTransport(Transport):
     def _send(self, chunk: int, data: bytes | memoryview, digest: int) -> None:
         try:
             with self._sending:
-                self._connection.sendall(FRAME.pack(chunk, len(data), digest))
-                if len(data):
-                    self._connection.sendall(data)
-        except BlockingIOError:
+                for part in (FRAME.pack(chunk, len(data), digest), data):
+                    send(self._connection, part, at_most(self._deadline_s))
+        except TimeoutError:
             raise self._late("take bytes") from None
         except OSError as error:
             with self._changed:
@@ -263,10 +260,10 @@ class TcpTransport(Transport):
 
     def _receive_status(self) -> bool:
         """Return False after the last frame."""
-        kind, number = STATUS.unpack(receive(self._connection, STATUS.size))
+        kind, number = STATUS.unpack(receive(self._connection, STATUS.size, _ANY_TIME))
         failure = ""
         if kind == FAILED:
-            error, text = msgpack.unpackb(receive(self._connection, min(number, _MAX_TEXT_BYTES)))
+            error, text = msgpack.unpackb(receive(self._connection, min(number, _MAX_TEXT_BYTES), _ANY_TIME))
             failure = f"the worker at {self._where} ended the stream: {error}: {text}"
         with self._changed:
             if kind == TAKEN:

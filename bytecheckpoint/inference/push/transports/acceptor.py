@@ -1,0 +1,79 @@
+"""Connections of a push: a server that senders connect to, and the way to it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+
+from ....control.addresses import LOOPBACK, listen, own_addresses
+from ....control.connections import Endpoint, LoopThread, accept, new_key
+from ....control.connections import connect as connect_to
+from ....errors import CorruptionError, EngineError
+
+__all__ = ["Acceptor", "connect", "push_addresses"]
+
+_CONNECT_S = 5.0
+_MOST_SENDERS = 256
+
+_log = logging.getLogger(__name__)
+
+
+def push_addresses() -> list[str]:
+    """Return the addresses at which the other side of a push reaches this process, the likeliest first."""
+    own = own_addresses(filter(None, [os.environ.get("VLLM_HOST_IP")]))
+    return list(dict.fromkeys([*own, LOOPBACK]))
+
+
+def connect(endpoint: Endpoint) -> socket.socket:
+    """Return an authenticated connection. Raises ``EngineError``."""
+    try:
+        return connect_to(endpoint, limit_s=_CONNECT_S)
+    except OSError as error:
+        raise EngineError(
+            f"a port of this push cannot be reached from {socket.gethostname()}: {error}; open it between senders and "
+            "workers, or run the sender on the worker's host as the same user"
+        ) from error
+
+
+class Acceptor(ABC):
+    """Listens for senders until ``close``, and serves each authenticated connection in its own thread."""
+
+    def __init__(self) -> None:
+        listener = listen()
+        self.endpoint = Endpoint(push_addresses(), listener.getsockname()[1], new_key())
+        self._connections: set[socket.socket] = set()
+        self._threads = ThreadPoolExecutor(_MOST_SENDERS, thread_name_prefix="bcp-push-tcp")
+        self._accepting = LoopThread("bcp-push-accept")
+        self._accepting.submit(accept(listener, self.endpoint.key, self._take))
+
+    @abstractmethod
+    def _serve(self, connection: socket.socket) -> None:
+        """Serve an authenticated sender. Raises ``OSError``, ``EngineError`` or ``CorruptionError`` to end the
+        connection."""
+
+    def close(self) -> None:
+        """End all connections and wait for their threads."""
+        self._accepting.close()
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._threads.shutdown()
+
+    def _take(self, introduction: bytes, connection: socket.socket) -> None:
+        self._connections.add(connection)
+        self._threads.submit(self._run, connection)
+
+    def _run(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                self._serve(connection)
+        except (OSError, EngineError, CorruptionError) as error:
+            _log.warning("push: a sender's connection ended: %s", error)
+        except Exception:  # noqa: BLE001 - the sender notices the closed connection
+            _log.exception("push: receiving from a sender failed")
+        finally:
+            self._connections.discard(connection)
