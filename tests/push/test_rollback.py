@@ -13,6 +13,9 @@ from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import EngineError, StateError, UsageError
 from bytecheckpoint.inference.push import HttpEngine, Pusher
+from bytecheckpoint.inference.push.layout import Layout
+from bytecheckpoint.inference.push.memory import DOUBLE, VersionStore
+from bytecheckpoint.inference.push.messages import Table
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -63,6 +66,21 @@ def test_a_push_that_has_begun_takes_the_memory(engines: list[ToyEngine]) -> Non
         with pytest.raises(StateError, match="they hold: none"):
             pusher.rollback()
         _assert_serve(engines, 2)
+
+
+def test_a_version_that_was_verified_and_not_applied_is_not_the_one_before() -> None:
+    """The next push writes into the memory of the version before."""
+    layout = Layout((), ())
+    versions = VersionStore()
+    for number in (1, 2):
+        version = versions.begin(Table(()), layout, DOUBLE, lambda _: False)
+        version.version, version.digests = number, [1]
+        versions.serve_next(f"push {number}")
+    assert versions.before is not None
+    verified = versions.begin(Table(()), layout, DOUBLE, lambda _: False)
+    verified.version, verified.digests = 3, [3]
+    assert versions.before is None
+    versions.release()
 
 
 def test_one_version_in_memory(engines: list[ToyEngine]) -> None:

@@ -218,6 +218,7 @@ class VersionStore:
         (``is_read``) is never reused.
         """
         found, served = self.next, self.served
+        self._before = None  # its memory may be written to
         if found is not None and (found.layout.digest != layout.digest or not found.digests or is_read(found)):
             # A sender of a failed push may still be writing there.
             found.release()
@@ -255,8 +256,7 @@ class VersionStore:
     @property
     def before(self) -> HeldVersion | None:
         """The version that was served before, if this worker holds all of its bytes and no sender may write there."""
-        found = self._before
-        return found if found is not None and found.arena is not None and found.digests else None
+        return self._before if self.holds_before else None
 
     def revert(self) -> None:
         """Make the previous version the served one."""

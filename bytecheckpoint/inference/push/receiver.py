@@ -2,7 +2,8 @@
 
 Where memory allows, the receiver answers every request at once and waits for nothing, so the worker keeps serving when
 a sender dies or stalls. It then holds two arenas: the served version, for a rollback, and the next one. It loads a
-version only after every byte has been verified. ``memory.py`` describes the modes that need less memory.
+version only after every byte has been verified. ``memory.py`` describes the modes that need less memory, and
+``lifecycle.py`` the states of a push.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ...telemetry.trace import notify
 from .engine_model import ChunkedTensors, EngineModel, LoadRecord, record_load
 from .layout import ChunkStore
 from .leases import PauseLease
+from .lifecycle import PushLifecycle
 from .memory import STREAMED, HeldVersion, MemoryPolicy, VersionStore
 from .messages import PROTOCOL, Failure, Table, decode, encode, pack_parts
 from .peer_source import PeerSource
@@ -66,10 +68,7 @@ class Receiver:
         self._versions = VersionStore(device)
         self._set_aside = 0
         self._ring: RingBuffer | None = None
-        self._transaction = ""
-        self._has_begun = False  # whether the transaction may change weights: its engine is about to pause
-        self._is_settled = False
-        self._is_verified = False
+        self._push = PushLifecycle()
         self._inconsistent_reason = ""
         self._caches_may_be_spoiled = False  # by values that were not finite
         self._lease: PauseLease | None = None
@@ -117,7 +116,7 @@ class Receiver:
         answer["inconsistent_reason"] = self._inconsistent_reason or (base._inconsistent_reason if base else "")
         answer["asleep"] = sorted(self._model.asleep())
         answer["applied_by"] = "" if served is None else served.applied_by
-        answer["transaction"] = self._transaction
+        answer["transaction"] = self._push.transaction
         answer["seconds"] = time.monotonic() - begin
         return encode(answer)
 
@@ -128,7 +127,7 @@ class Receiver:
         self._member.leave()
         self._source.close("the worker released its memory")
         self._versions.release()
-        self._transaction = ""
+        self._push.begin()
 
     def _serving(self) -> str:
         if self._inconsistent_reason:
@@ -152,8 +151,7 @@ class Receiver:
         """Begin a transaction: provide memory for a layout, and return what it already contains."""
         self._check_awake()
         self._stop_listening()
-        self._transaction, self._has_begun = message["transaction"], False
-        self._is_verified = self._is_settled = False
+        self._push.begin(message["transaction"])
         digest, packed, table_digest = message["layouts"].get(self.id, (b"", None, b""))
         known_record = self._records.get(table_digest)
         layout = None if known_record is None else self._versions.layout(digest, packed)
@@ -163,6 +161,7 @@ class Receiver:
         policy = MemoryPolicy(message["memory"], message["sharers"][self.id])
         mode = message["mode"] or policy.choose_mode(layout.nbytes, self._versions.held)
         version = self._versions.begin(table, layout, mode, self._source.reads)
+        self._push.receive()
         if mode == STREAMED:
             self._ring = _open_ring(message, policy, version, record, self._device)
             return {
@@ -187,14 +186,14 @@ class Receiver:
 
     def _listen(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Accept TCP connections of senders that cannot map the arena, until ``verify``."""
-        version = self._current(message)
+        version = self._current("listen", message)
         self._stop_listening()
         self._server = ChunkServer(version.chunks, message["deadline_s"])
         return {"tcp": self._server.endpoint}
 
     def _join_group(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Join a group and receive from it into the ring buffer."""
-        self._current(message)
+        self._current("join_group", message)
         if self._ring is None:
             raise StateError("a group without a ring buffer; nothing was sent")
         number, receptions = message["members"][self.id]
@@ -203,7 +202,7 @@ class Receiver:
 
     def _verify(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """First phase of the commit: check that the arena holds the version."""
-        version = self._current(message)
+        version = self._current("verify", message)
         self._stop_listening()
         digests, unchanged = message["chunks"][self.id]
         if unchanged and self._versions.served is not None:
@@ -215,36 +214,37 @@ class Receiver:
                 f"{len(faults)} of {len(digests)} chunks of version {message['version']!r} did not arrive as they were "
                 f"sent: {names}; the version was not applied, push it again"
             )
-        version.version, version.digests, self._is_verified = message["version"], digests, True
-        version.finite = message["finite"]
+        version.version, version.digests, version.finite = message["version"], digests, message["finite"]
+        self._push.verify()
         return {}
 
     def _apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Second phase of the commit: load the verified version. After a failure, load the served one again."""
-        version = self._current(message)
-        if not self._is_verified:
-            raise StateError("apply before verify; nothing was applied")
+        version = self._current("apply", message)
         self._check_awake()
-        self._is_verified = False
+        self._push.change()
         try:
             self._load(version, version.chunks)
         except Exception as error:
+            self._push.end()
             self._roll_back(f"applying version {version.version!r} failed: {type(error).__name__}: {error}")
             raise
-        self._versions.serve_next(self._transaction)
+        self._serve_next()
         return {}
 
     def _stream(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Load the chunks that arrive in the ring buffer, each of them verified."""
-        version, ring = self._current(message), self._ring
+        version, ring = self._current("stream", message), self._ring
         if ring is None:
             raise StateError("stream without a ring buffer; nothing was applied")
         self._check_awake()
         version.version, version.finite = message["version"], message["finite"]
+        self._push.change()
         try:
             self._load(version, ring)
             ring.drain()
         except Exception as error:
+            self._push.end()
             known = isinstance(error, BytecheckpointError)
             ring.fail(error if known else EngineError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
             self._member.leave()  # the other members notice
@@ -252,8 +252,12 @@ class Receiver:
             self._stop_listening()  # no `finish` will come
             raise
         version.digests, self._set_aside = ring.digests, ring.set_aside
-        self._versions.serve_next(self._transaction)
+        self._serve_next()
         return {}
+
+    def _serve_next(self) -> None:
+        self._versions.serve_next(self._push.transaction)
+        self._push.apply()
 
     def _load(self, version: HeldVersion, store: ChunkStore) -> None:
         self._inconsistent_reason = f"version {version.version!r} was being applied"
@@ -312,15 +316,13 @@ class Receiver:
         """Roll back the version that this transaction applied, if it did and a rollback is possible."""
         versions, transaction = self._versions, message["transaction"]
         # When another transaction has begun, its senders may be writing into the memory of the version before.
-        if transaction != self._transaction or not versions.was_applied_by(transaction):
+        if transaction != self._push.transaction or not versions.was_applied_by(transaction):
             return {"reverted": False}
         assert versions.served is not None
+        self._push.end()
         reason = f"version {versions.served.version!r} was reverted"
         if versions.holds_before:
-            versions.revert()
-            self._roll_back(reason)
-            if self._inconsistent_reason:
-                raise EngineError(f"the rollback failed: {self._inconsistent_reason}")
+            self._return(reason)
             return {"reverted": True}
         self._inconsistent_reason = reason  # stays if `restore` raises
         is_reverted = self._restore()
@@ -331,10 +333,10 @@ class Receiver:
 
     def _take_lease(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Hold the lease for a pause of the engine, in one worker of it."""
-        if message["transaction"] != self._transaction:
+        if message["transaction"] != self._push.transaction:
             raise EngineError("this push is over: another one began; nothing was applied, push again")
         self._end_lease()
-        self._has_begun = True
+        self._push.change()
         if message["holder"] != self.id:
             return {}
         self._lease = PauseLease(message["address"], message["transaction"], message["seconds"])
@@ -342,7 +344,7 @@ class Receiver:
 
     def _status(self, message: Mapping[str, Any]) -> dict[str, Any]:
         has_sender = self._lease is not None and self._lease.is_connected
-        return {"has_begun": self._has_begun, "has_sender": has_sender}
+        return {"has_begun": self._push.has_begun, "has_sender": has_sender}
 
     def _settle(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """End the transaction of a sender that is gone: nothing of it is applied any more. One that has not begun to
@@ -350,9 +352,9 @@ class Receiver:
         transaction = message["transaction"]
         if self._lease is not None and self._lease.transaction == transaction:
             self._end_lease()
-        if self._has_begun and self._transaction == transaction:
+        if self._push.is_changing(transaction):
             self._stop_listening()
-            self._is_verified, self._is_settled = False, True
+            self._push.end()
         return self._status(message)
 
     def _end_lease(self) -> None:
@@ -361,7 +363,7 @@ class Receiver:
             self._lease = None
 
     def _release_lease(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        if message["transaction"] == self._transaction:
+        if message["transaction"] == self._push.transaction:
             self._end_lease()
         return {}
 
@@ -382,24 +384,26 @@ class Receiver:
         if versions.before is None or versions.served is None:
             raise StateError("it does not hold the version before; nothing was changed")
         self._check_awake()
-        self._is_verified, reason = False, f"version {versions.served.version!r} was rolled back"
-        versions.revert()
+        self._push.end()
+        self._return(f"version {versions.served.version!r} was rolled back")
+        return {}
+
+    def _return(self, reason: str) -> None:
+        """Serve the version before. Raises ``EngineError``."""
+        self._versions.revert()
         self._roll_back(reason)
         if self._inconsistent_reason:
             raise EngineError(f"the rollback failed: {self._inconsistent_reason}")
-        return {}
 
     def _release(self, message: Mapping[str, Any]) -> dict[str, Any]:
         self.close()
         return {}
 
-    def _current(self, message: Mapping[str, Any]) -> HeldVersion:
-        """Return the version of the request's transaction."""
+    def _current(self, request: str, message: Mapping[str, Any]) -> HeldVersion:
+        """Return the version of a push, whose turn the request is."""
+        self._push.check(request, message["transaction"])
         version = self._versions.next
-        if version is None or self._is_settled or message["transaction"] != self._transaction:
-            raise EngineError(
-                "this push is over: another one began, or the worker was restarted; nothing was applied, push again"
-            )
+        assert version is not None
         return version
 
     def _stop_listening(self) -> None:
