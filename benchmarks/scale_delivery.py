@@ -21,8 +21,8 @@ import msgpack
 from rich.console import Console
 
 from benchmarks.delivery_links import ASSUMPTIONS, H20, H800, SOURCES, Composition, Machine, broadcast, slices
+from benchmarks.layout_files import unpack
 from benchmarks.tables import Grid, show
-from bytecheckpoint.inference.layouts.target import TargetLayout
 
 __all__ = ["bytes_per_gpu", "grids", "main", "simulate", "with_tables"]
 
@@ -70,7 +70,7 @@ def simulate(golden: Path = _GOLDEN) -> list[dict[str, Any]]:
     for title, name, gpus, machine, published in _ROWS:
         if name not in compositions:
             packed = msgpack.unpackb((golden / f"{name}.layouts").read_bytes())
-            layout = TargetLayout.unpack(packed[0])
+            layout = unpack(packed[0])
             used = {placement.stored for placement in layout.placements}
             whole = sum(tensor.nbytes for number, tensor in enumerate(layout.stored) if number in used)
             compositions[name] = Composition.of(layout.parts(), len(packed)), float(whole)

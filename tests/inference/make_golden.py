@@ -18,9 +18,11 @@ import msgpack
 import vllm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from golden_layouts import ENGINES, GOLDEN, MODELS, file_of
 
+from benchmarks.layout_files import digest, pack
 from bytecheckpoint.inference.vllm.layout import EngineRank, layout_of
 
 
@@ -35,10 +37,10 @@ def main() -> None:
                 path = file_of(model, engine)
                 ranks = range(engine["tp"] * engine["pp"])
                 layouts = [layout_of(folder, EngineRank(**engine, rank=rank)) for rank in ranks]
-                path.write_bytes(msgpack.packb([layout.pack() for layout in layouts]))
+                path.write_bytes(msgpack.packb([pack(layout) for layout in layouts]))
                 index[path.name] = {
                     "vllm": vllm.__version__,
-                    "ranks": [{"digest": one.digest(), **asdict(one.sizes())} for one in layouts],
+                    "ranks": [{"digest": digest(one), **asdict(one.sizes())} for one in layouts],
                 }
                 index_path.write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
                 print(path.name, path.stat().st_size, "bytes", flush=True)

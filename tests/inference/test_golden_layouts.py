@@ -18,6 +18,7 @@ from golden_layouts import ENGINES, GOLDEN, MODELS, file_of
 from parallel_rules import Piece, Rules, covers
 from sampling import sample
 
+from benchmarks.layout_files import digest, unpack
 from bytecheckpoint.inference.layouts.hub_shapes import hub_shapes
 from bytecheckpoint.inference.layouts.strided import box_of
 from bytecheckpoint.inference.layouts.target import LayoutTensor, TargetLayout
@@ -79,12 +80,12 @@ def test_layouts_follow_the_rules(model: str, engine: dict[str, Any]) -> None:
     for rank, data in enumerate(packed):
         if model == "kimi-k2" and rank not in ends:  # DeepSeek's layers again, with more experts
             continue
-        layout = TargetLayout.unpack(data)
+        layout = unpack(data)
         rules = Rules(MODELS[model], **engine, rank=rank)
         expected = INDEX[path.name]["ranks"][rank]
         assert layout.stored == table
         if small or rank in ends:
-            assert layout.digest() == expected["digest"]
+            assert digest(layout) == expected["digest"]
             assert asdict(layout.sizes()) == {name: value for name, value in expected.items() if name != "digest"}
             _check_pieces(layout, rules)
             _check_coverage(layout, rules)
@@ -172,7 +173,7 @@ def _bytes(table: tuple[LayoutTensor, ...], rules: Rules) -> tuple[int, int]:
 def test_elements_arrive_where_the_rules_say(rank: int) -> None:
     """Follow every element of a small model, with numbers instead of boxes."""
     engine = {"tp": 4, "pp": 1, "ep": False}
-    layout = TargetLayout.unpack(msgpack.unpackb(file_of("small-moe", engine).read_bytes())[rank])
+    layout = unpack(msgpack.unpackb(file_of("small-moe", engine).read_bytes())[rank])
     rules = Rules(MODELS["small-moe"], **engine, rank=rank)
     found = {tensor.name: torch.full(tensor.shape, -1.0) for tensor in layout.parameters}
     expected = {name: tensor.clone() for name, tensor in found.items()}

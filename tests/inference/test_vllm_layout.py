@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ import torch
 from golden_layouts import ENGINES, GOLDEN, MODELS, file_of
 from layout_replay import replay, replay_from_parts
 
+from benchmarks.layout_files import digest
 from bytecheckpoint.errors import StateError, UsageError
 from bytecheckpoint.inference.layouts.hub_shapes import hub_shapes
-from bytecheckpoint.inference.layouts.target import TargetLayout
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # from vLLM's own modules
@@ -100,7 +99,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("model", "at"), _CASES)
 def test_a_layout_does_what_the_loader_does(folders: Path, model: str, at: EngineRank) -> None:
     weights = _weights(_MODELS[model])
-    layout = TargetLayout.unpack(layout_of(folders / model, at).pack())
+    layout = layout_of(folders / model, at)
     with engine_model(folders / model, at, real=True) as built:
         built.load_weights(iter(weights.items()))
         expected = {name: parameter.detach() for name, parameter in built.named_parameters()}
@@ -179,35 +178,7 @@ def test_this_vllm_produces_the_golden_layouts(tmp_path: Path, model: str) -> No
         if golden["vllm"] != vllm.__version__:
             pytest.skip(f"the golden files were made with vLLM {golden['vllm']}")
         for rank, expected in enumerate(golden["ranks"]):
-            assert layout_of(tmp_path, EngineRank(**engine, rank=rank)).digest() == expected["digest"]
-
-
-def test_a_layout_is_cached(
-    folders: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, at = tmp_path / "cache", EngineRank(tp=2, rank=1)
-    first = layout_of(folders / "llama", at, cache=cache)
-    (kept,) = cache.iterdir()
-    kept.write_bytes(first.pack())
-    other = layout_of(folders / "qwen2", at)
-    kept.write_bytes(other.pack())
-    assert layout_of(folders / "llama", at, cache=cache) == other
-    kept.write_bytes(b"damaged")
-    with caplog.at_level(logging.WARNING, "bytecheckpoint"):
-        assert layout_of(folders / "llama", at, cache=cache) == first
-    assert "computed again" in caplog.text
-    assert layout_of(folders / "llama", at, cache=cache) == first
-    # Everything that a layout depends on is part of the key.
-    layout_of(folders / "llama", EngineRank(tp=2, rank=0), cache=cache)
-    layout_of(folders / "llama", EngineRank(tp=2, rank=1, dtype="float32"), cache=cache)
-    layout_of(folders / "llama", at, stored=hub_shapes(_MODELS["llama"])[:-1], cache=cache)
-    assert len(list(cache.iterdir())) == 4
-    with caplog.at_level(logging.WARNING, "bytecheckpoint"):
-        assert layout_of(folders / "llama", at, cache=folders / "llama" / "config.json") == first
-    assert "could not be written" in caplog.text
-    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2")
-    layout_of(folders / "llama", at, cache=cache)
-    assert len(list(cache.iterdir())) == 5
+            assert digest(layout_of(tmp_path, EngineRank(**engine, rank=rank))) == expected["digest"]
 
 
 def test_layouts_that_cannot_be_computed(folders: Path, tmp_path: Path) -> None:

@@ -21,9 +21,8 @@ from toy_blocks import reference
 from vllm_pushes import made, run_pushes
 
 from bytecheckpoint.errors import MismatchError
-from bytecheckpoint.inference.layouts.coverage import UnrecordedWrites, uncovered
 from bytecheckpoint.inference.layouts.hub_shapes import StoredTensor, hub_shapes
-from bytecheckpoint.inference.layouts.recording import Recorder
+from bytecheckpoint.inference.layouts.recording import Recorder, UnrecordedWrites, uncovered
 from bytecheckpoint.inference.push.engine_model import record_load
 from bytecheckpoint.inference.push.engines.base import Budget, Engine
 from bytecheckpoint.inference.push.messages import Table

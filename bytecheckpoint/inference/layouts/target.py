@@ -1,28 +1,52 @@
 """The target layout of one engine rank: which part of which stored tensor goes to which part of which parameter.
 
-A layout is recorded once from the engine's own loader. It is then plain data that can be compared, packed and cached.
+A layout is recorded once from the engine's own loader. It is then plain data that can be compared.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import nn
 
 from ...errors import StateError
+from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ...tensors.shards import basic_meta
-from .columns import compress
-from .packing import LAYOUT_VERSION, LayoutTensor, Placement, pack_layout, unpack_layout
 from .parts import Part, without_duplicates
 from .recording import Copy, Recorder, storage_identity
 from .strided import StridedView, box_of
 
-__all__ = ["LAYOUT_VERSION", "LayoutSizes", "LayoutTensor", "Placement", "TargetLayout"]
+__all__ = ["LayoutSizes", "LayoutTensor", "Placement", "TargetLayout"]
+
+
+class LayoutTensor(NamedTuple):
+    """Name, shape and dtype of a stored tensor or of one of the rank's parameters."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Placement(NamedTuple):
+    """A copy from ``view`` of stored tensor number ``stored`` to ``target`` of parameter number ``parameter``.
+
+    Both views have the same shape. The copy casts to the parameter's dtype. If placements overlap, the later one wins.
+    """
+
+    stored: int
+    view: StridedView
+    parameter: int
+    target: StridedView
 
 
 @dataclass(frozen=True)
@@ -104,23 +128,6 @@ class TargetLayout:
             requested=sum(part.nbytes for part in parts),
             fast=sum(part.nbytes for part in parts if part in exact),
         )
-
-    def digest(self) -> str:
-        """A digest of the complete layout, without protection against forgery."""
-        return xxhash.xxh3_128_hexdigest(self._payload)
-
-    def pack(self) -> bytes:
-        """Encode and compress the layout: a few bytes per tensor."""
-        return compress(self._payload)
-
-    @cached_property
-    def _payload(self) -> bytes:
-        return pack_layout(self.stored, self.parameters, self.placements, self.seen)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> TargetLayout:
-        """Decode a packed layout. Raises ``FormatError`` or ``UnsupportedVersionError``."""
-        return cls(*unpack_layout(data))
 
 
 class _Targets:

@@ -19,9 +19,8 @@ from ...tensors.dtypes import DType, is_lossless_cast
 from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import basic_meta, torch_dtype
-from ..layouts.coverage import UnrecordedWrites, uncovered
 from ..layouts.parts import Part, without_duplicates
-from ..layouts.recording import Copy, Recorder, storage_identity, tensor_in_use
+from ..layouts.recording import Copy, Recorder, UnrecordedWrites, storage_identity, tensor_in_use, uncovered
 from ..layouts.strided import StridedView, box_of
 from .layout import ChunkStore, Layout
 from .messages import Table, check_faults

@@ -6,13 +6,12 @@ device. Its own loader then loads recorded tensors. This must not run in a proce
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,18 +22,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from ...errors import FormatError, StateError, UnsupportedVersionError, UsageError
+from ...errors import StateError, UsageError
 from ..layouts.hub_names import hub_tensors
 from ..layouts.hub_shapes import StoredTensor, hub_shapes
 from ..layouts.recording import Recorder
 from ..layouts.strided import StridedView
-from ..layouts.target import LAYOUT_VERSION, TargetLayout
+from ..layouts.target import TargetLayout
 from .private import check_part
 
 check_part("layout")
 
-import vllm
-from vllm import envs
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.kernels import linear as linear_kernels
@@ -43,7 +40,6 @@ from vllm.model_executor.layers.fused_moe.oracle import fp8 as fp8_experts
 from vllm.model_executor.layers.fused_moe.oracle import int8 as int8_experts
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import utils as models_utils
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 __all__ = ["EngineRank", "engine_model", "layout_of"]
@@ -74,34 +70,24 @@ def layout_of(
     at: EngineRank,
     *,
     stored: Sequence[StoredTensor] | None = None,
-    cache: str | os.PathLike[str] | None = None,
 ) -> TargetLayout:
     """The layout of rank ``at`` for the model whose configuration is in the directory ``model``.
 
     ``stored`` lists name, shape and dtype of each stored tensor if they differ from the model's files on the hub, such
-    as a state in transformers' in-memory form. ``cache`` is a directory in which layouts are stored under a digest of
-    everything that they depend on. The result does not depend on the kernels that this machine supports.
+    as a state in transformers' in-memory form. The result does not depend on the kernels that this machine supports.
 
     Raises ``StateError`` if the configuration cannot be read or the stored tensors cannot be derived from it. Errors
     of vLLM for a model or engine that it does not support pass through.
     """
     tensors = hub_shapes(_configuration(model)) if stored is None else list(stored)
-    config = _engine_config(model, at)  # before the cache key: this sets some of vLLM's environment variables
-    path = None if cache is None else Path(cache) / f"{_cache_key(model, at, tensors)}.layout"
-    if path is not None:
-        found = _read_cache(path)
-        if found is not None:
-            return found
+    config = _engine_config(model, at)
     with _built(config, at) as built:
         recorder = Recorder(_no_values)
         recorded: Mapping[str, torch.Tensor] = dict(recorder.tensors(tensors))
         if stored is not None:
             recorded = hub_tensors(config.model_config.hf_config, recorded)
         built.load_weights(recorded.items())  # type: ignore[operator]
-        layout = TargetLayout.from_recording(recorder, tensors, built)
-    if path is not None:
-        _write_cache(path, layout)
-    return layout
+        return TargetLayout.from_recording(recorder, tensors, built)
 
 
 @contextmanager
@@ -228,33 +214,3 @@ def _configuration(model: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise StateError(f"{path} is not a model configuration: it contains no mapping")
     return found
-
-
-def _cache_key(model: str | os.PathLike[str], at: EngineRank, tensors: Sequence[StoredTensor]) -> str:
-    digest = hashlib.sha256()
-    for path in sorted({*Path(model).glob("*config*.json"), *Path(model).glob("*.py")}):
-        digest.update(repr((path.name, path.read_bytes())).encode())
-    digest.update(repr([(name, tuple(shape), str(dtype)) for name, shape, dtype in tensors]).encode())
-    facts = [LAYOUT_VERSION, vllm.__version__, torch.__version__, str(current_platform.device_type), asdict(at)]
-    digest.update(json.dumps([*facts, envs.compile_factors()], sort_keys=True, default=str).encode())
-    return digest.hexdigest()
-
-
-def _write_cache(path: Path, layout: TargetLayout) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(layout.pack())
-        temporary.replace(path)
-    except OSError as error:
-        _log.warning("a layout could not be written to the cache: %s", error)
-
-
-def _read_cache(path: Path) -> TargetLayout | None:
-    try:
-        return TargetLayout.unpack(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, FormatError, UnsupportedVersionError) as error:
-        _log.warning("a cached layout is unreadable and will be computed again: %s: %s", path, error)
-        return None

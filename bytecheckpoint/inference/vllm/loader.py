@@ -20,9 +20,8 @@ from ...control.base import Operation
 from ...errors import MismatchError, UsageError
 from ...runtime.limits import DEFAULT_DEADLINE_S
 from ..delivery import DeliveryReport, StoredWeights
-from ..layouts.coverage import UnrecordedWrites, uncovered
 from ..layouts.hub_names import hub_tensors
-from ..layouts.recording import Copy
+from ..layouts.recording import Copy, UnrecordedWrites, uncovered
 from .private import check_part
 
 check_part("loader")

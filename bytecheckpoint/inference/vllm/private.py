@@ -58,7 +58,6 @@ PARTS: Mapping[str, Sequence[str]] = {
         "vllm.distributed.weight_transfer.factory:WeightTransferTrainerFactory",
     ),
     "layout": (
-        "vllm:__version__",
         "vllm.config:DeviceConfig",
         "vllm.config:LoadConfig",
         "vllm.config:ModelConfig",
@@ -81,14 +80,12 @@ PARTS: Mapping[str, Sequence[str]] = {
                 "_EP",
             )
         ),
-        "vllm.envs:compile_factors",
         "vllm.model_executor.kernels.linear:choose_scaled_mm_linear_kernel",
         "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExperts",
         "vllm.model_executor.layers.fused_moe.oracle.fp8:backend_to_kernel_cls",
         "vllm.model_executor.layers.fused_moe.oracle.int8:backend_to_kernel_cls",
         "vllm.model_executor.model_loader.utils:initialize_model",
         "vllm.model_executor.models.utils:_model_to_pp_missing_layer_names",
-        "vllm.platforms:current_platform",
         "vllm.utils.torch_utils:set_default_torch_dtype",
     ),
     "drafts": (
