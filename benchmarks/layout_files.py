@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 import zstandard
 
+from benchmarks.target_layout import LayoutTensor, Placement, TargetLayout
 from bytecheckpoint.inference.layouts.strided import StridedView
-from bytecheckpoint.inference.layouts.target import LayoutTensor, Placement, TargetLayout
 from bytecheckpoint.tensors.dtypes import find_dtype
 
 _MOST_NUMBERS = 16  # in one name

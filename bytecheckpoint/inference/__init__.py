@@ -1,4 +1,4 @@
-"""Load stored weights into inference engines: target layouts, delivery from a checkpoint, and the weight push."""
+"""Inference engines: what their loaders copy, delivery from a checkpoint, and the weight push."""
 
 from __future__ import annotations
 

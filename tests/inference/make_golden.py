@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from golden_layouts import ENGINES, GOLDEN, MODELS, file_of
 
 from benchmarks.layout_files import digest, pack
-from bytecheckpoint.inference.vllm.layout import EngineRank, layout_of
+from benchmarks.vllm_layout import EngineRank, layout_of
 
 
 def main() -> None:

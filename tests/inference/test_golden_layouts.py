@@ -18,10 +18,10 @@ from golden_layouts import ENGINES, GOLDEN, MODELS, file_of
 from parallel_rules import Piece, Rules, covers
 from sampling import sample
 
+from benchmarks.hub_shapes import hub_shapes
 from benchmarks.layout_files import digest, unpack
-from bytecheckpoint.inference.layouts.hub_shapes import hub_shapes
+from benchmarks.target_layout import LayoutTensor, TargetLayout
 from bytecheckpoint.inference.layouts.strided import box_of
-from bytecheckpoint.inference.layouts.target import LayoutTensor, TargetLayout
 from bytecheckpoint.tensors.geometry import Box, find_overlap
 from bytecheckpoint.tensors.shards import basic_meta
 

@@ -13,10 +13,10 @@ from layout_replay import replay, replay_from_parts
 from torch import nn
 
 from benchmarks.layout_files import digest, pack, unpack
+from benchmarks.target_layout import TargetLayout
 from bytecheckpoint.errors import StateError
 from bytecheckpoint.inference.layouts.recording import Recorder
 from bytecheckpoint.inference.layouts.strided import StridedView
-from bytecheckpoint.inference.layouts.target import TargetLayout
 from bytecheckpoint.tensors.dtypes import DTYPES
 
 HIDDEN, VOCABULARY, EXPERTS = 8, 10, 3

@@ -15,9 +15,9 @@ import torch
 from golden_layouts import ENGINES, GOLDEN, MODELS, file_of
 from layout_replay import replay, replay_from_parts
 
+from benchmarks.hub_shapes import hub_shapes
 from benchmarks.layout_files import digest
 from bytecheckpoint.errors import StateError, UsageError
-from bytecheckpoint.inference.layouts.hub_shapes import hub_shapes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # from vLLM's own modules
@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.models import utils as models_utils
     from vllm.platforms import current_platform
 
-    from bytecheckpoint.inference.vllm.layout import EngineRank, engine_model, layout_of
+    from benchmarks.vllm_layout import EngineRank, engine_model, layout_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
 

@@ -1,4 +1,4 @@
-"""Compute, pack and compare target layouts: which part of which stored tensor goes where in an inference engine."""
+"""Record which part of which stored tensor goes where in an inference engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM: the loader plug-in, the layouts of its ranks, and the worker side of the weight push."""
+"""vLLM: the loader plug-in, and the worker side of the weight push."""
 
 from __future__ import annotations
 

@@ -57,37 +57,6 @@ PARTS: Mapping[str, Sequence[str]] = {
         "vllm.distributed.weight_transfer.base:TrainerWeightTransferEngine",
         "vllm.distributed.weight_transfer.factory:WeightTransferTrainerFactory",
     ),
-    "layout": (
-        "vllm.config:DeviceConfig",
-        "vllm.config:LoadConfig",
-        "vllm.config:ModelConfig",
-        "vllm.config:ParallelConfig",
-        "vllm.config:VllmConfig",
-        "vllm.config:set_current_vllm_config",
-        *(
-            f"vllm.distributed.parallel_state:{name}"
-            for name in (
-                "GroupCoordinator",
-                "model_parallel_is_initialized",
-                "_NODE_COUNT",
-                "_WORLD",
-                "_TP",
-                "_ETP",
-                "_PP",
-                "_DP",
-                "_DCP",
-                "_PCP",
-                "_EP",
-            )
-        ),
-        "vllm.model_executor.kernels.linear:choose_scaled_mm_linear_kernel",
-        "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExperts",
-        "vllm.model_executor.layers.fused_moe.oracle.fp8:backend_to_kernel_cls",
-        "vllm.model_executor.layers.fused_moe.oracle.int8:backend_to_kernel_cls",
-        "vllm.model_executor.model_loader.utils:initialize_model",
-        "vllm.model_executor.models.utils:_model_to_pp_missing_layer_names",
-        "vllm.utils.torch_utils:set_default_torch_dtype",
-    ),
     "drafts": (
         "vllm.v1.spec_decode.draft_model:DraftModelProposer",
         "vllm.v1.spec_decode.draft_model:DraftModelProposer._create_draft_vllm_config",

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...errors import StateError
-from ...tensors.dtypes import DType
-from ...tensors.geometry import Box
-from ...tensors.shards import basic_meta
-from .parts import Part, without_duplicates
-from .recording import Copy, Recorder, storage_identity
-from .strided import StridedView, box_of
+from bytecheckpoint.errors import StateError
+from bytecheckpoint.inference.layouts.parts import Part, without_duplicates
+from bytecheckpoint.inference.layouts.recording import Copy, Recorder, storage_identity
+from bytecheckpoint.inference.layouts.strided import StridedView, box_of
+from bytecheckpoint.tensors.dtypes import DType
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.shards import basic_meta
 
 __all__ = ["LayoutSizes", "LayoutTensor", "Placement", "TargetLayout"]
 

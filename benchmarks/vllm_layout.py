@@ -7,7 +7,6 @@ device. Its own loader then loads recorded tensors. This must not run in a proce
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,17 +20,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
-
-from ...errors import StateError, UsageError
-from ..layouts.hub_names import hub_tensors
-from ..layouts.hub_shapes import StoredTensor, hub_shapes
-from ..layouts.recording import Recorder
-from ..layouts.strided import StridedView
-from ..layouts.target import TargetLayout
-from .private import check_part
-
-check_part("layout")
-
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.kernels import linear as linear_kernels
@@ -42,9 +30,14 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import utils as models_utils
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-__all__ = ["EngineRank", "engine_model", "layout_of"]
+from benchmarks.hub_shapes import StoredTensor, hub_shapes
+from benchmarks.target_layout import TargetLayout
+from bytecheckpoint.errors import StateError, UsageError
+from bytecheckpoint.inference.layouts.hub_names import hub_tensors
+from bytecheckpoint.inference.layouts.recording import Recorder
+from bytecheckpoint.inference.layouts.strided import StridedView
 
-_log = logging.getLogger(__name__)
+__all__ = ["EngineRank", "engine_model", "layout_of"]
 
 
 @dataclass(frozen=True)

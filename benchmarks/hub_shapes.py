@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ...errors import StateError
-from .hub_names import scale_name
+from bytecheckpoint.errors import StateError
+from bytecheckpoint.inference.layouts.hub_names import scale_name
 
 __all__ = ["StoredTensor", "hub_shapes"]
 
