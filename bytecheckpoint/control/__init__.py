@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .base import Communicator, Operation, Streams
-from .communicator import SocketCommunicator
-from .current import current_communicator
+from .communicator import SocketCommunicator, current_communicator
 from .single import SingleProcess
 
 __all__ = ["Communicator", "Operation", "SingleProcess", "SocketCommunicator", "Streams", "current_communicator"]

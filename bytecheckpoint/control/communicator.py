@@ -1,22 +1,29 @@
-"""The communicator of a job of several ranks."""
+"""The communicator of a job of several ranks, and that of the default process group."""
 
 from __future__ import annotations
 
 import collections
 import os
 import threading
+import weakref
 from typing import Any
 
+import torch.distributed
+from torch.distributed import distributed_c10d
+
+from ..errors import ControlError
+from ..runtime.exit import before_exit
 from .base import Communicator
 from .network import Network
 from .operation import SocketOperation
 from .peers import PeerIdentity
 from .rendezvous import connect_ranks
 from .router import Router
+from .single import SingleProcess
 from .timings import LINGER_S
 from .tree import Tree
 
-__all__ = ["GROUP_VARIABLE", "SocketCommunicator"]
+__all__ = ["GROUP_VARIABLE", "SocketCommunicator", "current_communicator"]
 
 GROUP_VARIABLE = "BYTECHECKPOINT_CONTROL_GROUP_SIZE"
 """Environment variable, equal on every rank: the number of ranks in a group, where ``connect`` does not get one."""
@@ -90,3 +97,83 @@ class SocketCommunicator(Communicator):
     def _close_connections(self) -> None:
         self.router.announce_closing()
         self._network.close()
+
+
+class _GroupCommunicators:
+    """The communicators that this process made for default process groups. Thread-safe.
+
+    A destroyed group's communicator is closed once no save that began before is in progress here or below. A forked
+    child must neither use nor close its parent's connections, so it keeps the objects without touching them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._group: weakref.ref[Any] | None = None
+        self._current: SocketCommunicator | None = None
+        self._retired: list[SocketCommunicator] = []
+        self._inherited: list[SocketCommunicator] = []
+
+    def get(self, deadline_s: float) -> Communicator:
+        with self._lock:
+            group = _default_group()
+            self._retire_others(group)
+            if group is None or torch.distributed.get_world_size() == 1:
+                return SingleProcess()
+            if self._current is None:
+                rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+                self._current = SocketCommunicator.connect(_shared_store(), rank, world_size, deadline_s=deadline_s)
+                self._group = weakref.ref(group)
+            return self._current
+
+    def close(self) -> None:
+        for made in [*self._retired, *([self._current] if self._current is not None else [])]:
+            if made.pid == os.getpid():
+                made.close()
+
+    def _retire_others(self, group: Any) -> None:
+        is_current = group is not None and self._group is not None and self._group() is group
+        if self._current is not None and not (is_current and self._current.pid == os.getpid()):
+            self._retired.append(self._current)
+            self._current = None
+        self._inherited += [made for made in self._retired if made.pid != os.getpid()]
+        self._retired = [made for made in self._retired if made.pid == os.getpid() and not made.close_if_unused()]
+
+
+_communicators = _GroupCommunicators()
+# The other ranks may still need this one to forward messages, so it waits for them before its process ends.
+before_exit(_communicators.close)
+
+
+def current_communicator(*, deadline_s: float = 60.0) -> Communicator:
+    """Return the communicator of the default process group; ``SingleProcess`` without a group or with one rank.
+
+    The first call for a group is collective. It exchanges addresses through the group's store and never uses the group
+    itself. Later calls return the same object until the group is destroyed. Thread-safe.
+
+    Args:
+        deadline_s: How long the first call waits for the other ranks, in seconds.
+
+    Returns:
+        The communicator, which this module closes.
+
+    Raises:
+        DeadlineError: Some ranks did not make the first call in time; the message names them.
+        ControlError: The group has no store, or a rank cannot be reached.
+    """
+    return _communicators.get(deadline_s)
+
+
+def _default_group() -> Any:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return torch.distributed.group.WORLD
+
+
+def _shared_store() -> Any:
+    store = distributed_c10d._get_default_store()
+    if store is None:
+        raise ControlError(
+            f"the default process group ({torch.distributed.get_backend()}) has no store through which the ranks could "
+            "exchange addresses; initialize it with store= or init_method="
+        )
+    return store

@@ -13,7 +13,7 @@ import pytest
 
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push import HttpEngine, SglangEngine
-from bytecheckpoint.inference.push.engines.addresses import engine_at
+from bytecheckpoint.inference.push.engines.vllm import engine_at
 from bytecheckpoint.inference.push.guard import _succeeds
 from bytecheckpoint.inference.push.leases import PauseLease
 from bytecheckpoint.testing import time_limit

@@ -93,7 +93,7 @@ def test_the_extra_allows_the_tested_releases() -> None:
     assert f"0.3$$(($(SAMPLE_SEED) % {last - first}))" in (ROOT / "Makefile").read_text()
 
 
-@pytest.mark.parametrize("part", ["layout", "loader", "trainer", "transfer"])
+@pytest.mark.parametrize("part", ["loader", "trainer", "transfer"])
 def test_a_module_whose_part_is_broken(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """Not an ``ImportError`` of the first name that is gone."""
     name = f"{package.__name__}.{part}"

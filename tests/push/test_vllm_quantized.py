@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from toy_blocks import reference
 from vllm_pushes import made, run_pushes
 
+from benchmarks.hub_shapes import StoredTensor, hub_shapes
 from bytecheckpoint.errors import MismatchError
-from bytecheckpoint.inference.layouts.hub_shapes import StoredTensor, hub_shapes
 from bytecheckpoint.inference.layouts.recording import Recorder, UnrecordedWrites, uncovered
 from bytecheckpoint.inference.push.engine_model import record_load
 from bytecheckpoint.inference.push.engines.base import Budget, Engine
@@ -32,8 +32,8 @@ from bytecheckpoint.tensors.shards import basic_meta
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those that vLLM's own modules give rise to
+    from benchmarks.vllm_layout import EngineRank
     from bytecheckpoint.inference.vllm import layout as vllm_layout
-    from bytecheckpoint.inference.vllm.layout import EngineRank
     from bytecheckpoint.inference.vllm.model import VllmModel
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own

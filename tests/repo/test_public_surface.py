@@ -29,8 +29,7 @@ MAY_PICKLE = {
     "bytecheckpoint.testing.ranks",
 }
 # CONTRIBUTING.md gives the reasons for these.
-MAY_HAVE_GLOBALS = {"bytecheckpoint.control.current", "bytecheckpoint.runtime.gc_pause"}
-MAY_PATCH = {"bytecheckpoint.inference.vllm.layout"}
+MAY_HAVE_GLOBALS = {"bytecheckpoint.control.communicator", "bytecheckpoint.runtime.gc_pause"}
 MAY_START_THREADS = ("bytecheckpoint.inference.push.", "bytecheckpoint.runtime.daemon")
 SERIALISERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 
@@ -38,11 +37,9 @@ SERIALISERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 # Modules that need a package which is not installed with this one.
 NEEDS = {
     "bytecheckpoint.inference.vllm.adapters": "vllm",
-    "bytecheckpoint.inference.vllm.layout": "vllm",
     "bytecheckpoint.inference.vllm.peers": "vllm",
     "bytecheckpoint.inference.vllm.transfer": "vllm",
     "bytecheckpoint.inference.vllm.trainer": "vllm",
-    "bytecheckpoint.inference.vllm.drafts": "vllm",
     "bytecheckpoint.inference.vllm.model": "vllm",
     "bytecheckpoint.inference.vllm.loader": "vllm",
 }
@@ -134,7 +131,7 @@ def thread_patch_or_global(name: str, node: ast.AST) -> str | None:
     if isinstance(node, ast.Global) and name not in MAY_HAVE_GLOBALS:
         return "global"
     called = node.func if isinstance(node, ast.Call) else None
-    if isinstance(called, ast.Name) and called.id == "setattr" and name not in MAY_PATCH:
+    if isinstance(called, ast.Name) and called.id == "setattr":
         return "setattr()"
     bases = node.bases if isinstance(node, ast.ClassDef) else []
     for one in filter(None, [called, *bases]):

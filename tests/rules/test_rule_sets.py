@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.hub_shapes import hub_shapes
 from bytecheckpoint.errors import RuleError
-from bytecheckpoint.inference.layouts.hub_shapes import hub_shapes
 from bytecheckpoint.rules import Rules
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.metadata import BasicMeta

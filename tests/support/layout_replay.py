@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from benchmarks.target_layout import TargetLayout
 from bytecheckpoint.inference.layouts.strided import StridedView, box_of
-from bytecheckpoint.inference.layouts.target import TargetLayout
 from bytecheckpoint.tensors.geometry import Box
 
 

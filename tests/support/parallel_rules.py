@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from bytecheckpoint.inference.layouts.target import LayoutTensor
+from benchmarks.target_layout import LayoutTensor
 from bytecheckpoint.tensors.dtypes import DTYPES, DType
 from bytecheckpoint.tensors.geometry import Box
 

@@ -27,8 +27,8 @@ from torch import nn
 
 from ...errors import DeadlineError, EngineError
 from ...format.safetensors import HeaderEntry, build_header, parse_header
+from ...runtime.daemon import run_daemon
 from ...tensors.shards import basic_meta
-from .daemon import run_daemon
 from .engines.vllm import MissingEndpoint
 from .messages import check_faults
 from .relay import RelayEngine, RelayModel, Step

@@ -7,8 +7,8 @@ import threading
 from concurrent.futures import wait
 
 from ...errors import BytecheckpointError, DeadlineError, EngineError
+from ...runtime.daemon import run_daemon
 from .coordinator import PushCoordinator
-from .daemon import run_daemon
 from .engines.base import Budget
 
 __all__ = ["StreamApply"]

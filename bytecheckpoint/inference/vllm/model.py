@@ -40,7 +40,7 @@ from ..push.receiver import Receiver
 from ..push.transports.cuda_ipc import compute_device
 from .adapter_slots import keep_adapters
 
-__all__ = ["VllmModel", "keep_receiver", "receiver_of"]
+__all__ = ["VllmModel", "keep_receiver", "receiver_of", "receiver_of_draft"]
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -279,6 +279,30 @@ def receiver_of(vllm_config: Any, model: nn.Module, runner: Any = None) -> Recei
     if known.runner is None:
         known.runner = runner
     return receiver
+
+
+def receiver_of_draft(vllm_config: Any, runner: Any) -> Receiver:
+    """The receiver of the draft model. Needs the part "drafts". Raises ``StateError`` for a worker without one that
+    accepts pushes."""
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise StateError(
+            "an engine with pipeline stages is not supported, because only its last stage has the draft model"
+        )
+    if getattr(runner, "speculator", None) is not None:
+        raise StateError(
+            "this engine uses vLLM's model runner V2, whose draft models share layers with the serving model or cannot "
+            "be reloaded by themselves; start it with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    drafter = getattr(runner, "drafter", None)
+    # Other draft models share layers with the serving model, which a reload would change.
+    if not isinstance(drafter, DraftModelProposer):
+        raise StateError(
+            "this engine has no separate draft model that accepts pushes: start it with "
+            "--speculative-config of the method draft_model, and with the worker extension"
+        )
+    return receiver_of(drafter._create_draft_vllm_config(), runner.get_draft_model())
 
 
 def keep_receiver(model: VllmModel, receiver: Receiver) -> None:

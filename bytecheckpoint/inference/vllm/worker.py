@@ -34,14 +34,12 @@ def receiver(vllm_config: Any, model: Any, runner: Any = None, target: Any = Non
     """The receiver of a target of a worker, by default its model. Raises ``StateError`` when vLLM lacks what a part
     needs, or the engine was started without it."""
     check_part("push")
-    from .model import receiver_of
+    from .model import receiver_of, receiver_of_draft
 
     if target is None:
         return receiver_of(vllm_config, model, runner)
     if "draft" in target:
         check_part("drafts")
-        from .drafts import receiver_of_draft
-
         return receiver_of_draft(vllm_config, runner)
     check_part("adapters")
     from .adapters import receivers_of

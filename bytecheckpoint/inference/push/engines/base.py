@@ -13,7 +13,7 @@ from typing import Any
 from ....errors import BytecheckpointError, EngineError, StateError
 from ..messages import PROTOCOL, Failure, decode, encode
 
-__all__ = ["Budget", "Engine", "ask", "ask_all", "check_awake", "failure_of"]
+__all__ = ["Budget", "Engine", "Wrapper", "ask", "ask_all", "check_awake", "failure_of"]
 
 _MIN_WAIT_S = 0.05
 
@@ -83,6 +83,30 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027 - most engines have nothing to close
         """Release local resources. Never raises."""
+
+
+class Wrapper(Engine):
+    """An engine that is reached, paused and resumed like another one."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.name, self._engine = name, engine
+
+    def pause(self, timeout_s: float) -> None:
+        self._engine.pause(timeout_s)
+
+    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
+        self._engine.resume(version, timeout_s, changed=changed)
+
+    @property
+    def resumes(self) -> bool:  # type: ignore[override]
+        return self._engine.resumes
+
+    @property
+    def identity(self) -> str:
+        return self._engine.identity
+
+    def close(self) -> None:
+        self._engine.close()
 
 
 def ask_all(engine: Engine, kind: str, message: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:

@@ -11,34 +11,26 @@ from typing import Any
 
 from ....errors import FormatError
 from ..messages import decode, encode
-from .base import Engine
+from .base import Engine, Wrapper
 
 __all__ = ["DraftEngine", "TargetEngine", "split_target"]
 
 _SEPARATOR = ":"  # not a base64 character
 
 
-class TargetEngine(Engine):
+class TargetEngine(Wrapper):
     """A target of ``engine``, to which all requests go."""
 
     def __init__(self, engine: Engine, name: str, target: Mapping[str, Any]) -> None:
-        self.name = f"{name} of {engine.name}"
-        self._engine, self._name, self._plain = engine, name, dict(target)
-        self._target = encode(target)
+        super().__init__(engine, f"{name} of {engine.name}")
+        self._name, self._plain, self._target = name, dict(target), encode(target)
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         return self._engine.call(f"{self._target}{_SEPARATOR}{request}", timeout_s)
 
-    def pause(self, timeout_s: float) -> None:
-        self._engine.pause(timeout_s)
-
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
         # The engine's own version is that of its model.
         self._engine.resume(None, timeout_s, changed=changed)
-
-    @property
-    def resumes(self) -> bool:  # type: ignore[override]
-        return self._engine.resumes
 
     @property
     def identity(self) -> str:
@@ -48,9 +40,6 @@ class TargetEngine(Engine):
     def address(self) -> dict[str, Any] | None:
         address = self._engine.address
         return None if address is None else {**address, "target": [self._name, self._plain]}
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 class DraftEngine(TargetEngine):

@@ -18,12 +18,13 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from ....errors import DeadlineError, EngineError, UsageError
-from ..guard import tls_of
+from ..guard import tls_context, tls_of
 from .answers import METHOD, Answers, CollectiveRpc
-from .base import Budget, Engine
+from .base import Budget, Engine, Wrapper
 from .rpc import PauseMode
+from .targets import TargetEngine
 
-__all__ = ["TOKEN_VARIABLE", "HttpEngine", "MissingEndpoint", "NativeEngine"]
+__all__ = ["TOKEN_VARIABLE", "HttpEngine", "MissingEndpoint", "NativeEngine", "engine_at", "server_at"]
 
 _HEALTH_S = 5.0
 _NOT_AUTHENTICATED = (401, 403, 407)
@@ -130,7 +131,7 @@ class HttpEngine(CollectiveRpc):
             with error:
                 raise self._refused(path, error.code, error.read()[:2000].decode(errors="replace")) from None
         except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+            if _is_timeout(error):
                 raise DeadlineError(
                     f"{self.name}{path} did not answer within {timeout_s:.3g} s; is one of its workers stopped?"
                 ) from None
@@ -154,27 +155,27 @@ class HttpEngine(CollectiveRpc):
         Returns:
             Why they do not; empty if they do.
         """
+        error = self._health(timeout_s)
+        if isinstance(error, urllib.error.HTTPError):
+            return f"{error.code} {error.reason}" if error.code in _NOT_AUTHENTICATED else ""
+        return "" if error is None else str(getattr(error, "reason", error))
+
+    def _is_alive(self) -> bool:
+        error = self._health(_HEALTH_S)
+        if isinstance(error, urllib.error.HTTPError):
+            return error.code in (404, 405)  # another server
+        return error is None or _is_timeout(error)
+
+    def _health(self, timeout_s: float) -> Exception | None:
+        """Return what a question after the server's health raises."""
         request = urllib.request.Request(f"{self.name}/health", headers=self._headers)
         try:
             self._opener.open(request, timeout=timeout_s).close()
-        except urllib.error.HTTPError as error:
-            error.close()
-            return f"{error.code} {error.reason}" if error.code in _NOT_AUTHENTICATED else ""
         except (OSError, http.client.HTTPException) as error:
-            return str(getattr(error, "reason", error))
-        return ""
-
-    def _is_alive(self) -> bool:
-        try:
-            with self._opener.open(
-                urllib.request.Request(f"{self.name}/health", headers=self._headers), timeout=_HEALTH_S
-            ):
-                return True
-        except urllib.error.HTTPError as error:
-            error.close()
-            return error.code in (404, 405)  # another server
-        except (OSError, http.client.HTTPException) as error:
-            return isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+            return error
+        return None
 
     def _refused(self, path: str, code: int, text: str) -> EngineError:
         hint = ""
@@ -192,7 +193,11 @@ class HttpEngine(CollectiveRpc):
         return EngineError(f"{self.name}{path} answered {code}: {text}{hint}")
 
 
-class NativeEngine(Engine):
+def _is_timeout(error: Exception) -> bool:
+    return isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
+
+
+class NativeEngine(Wrapper):
     """A vLLM engine with the weight transfer backend "bcp" and no worker extension. Each push sets vLLM's own version
     of the weights.
 
@@ -200,9 +205,10 @@ class NativeEngine(Engine):
         engine: The engine.
     """
 
+    _engine: CollectiveRpc
+
     def __init__(self, engine: CollectiveRpc) -> None:
-        self.name = engine.name
-        self._engine = engine
+        super().__init__(engine, engine.name)
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         budget = Budget(timeout_s)
@@ -212,21 +218,21 @@ class NativeEngine(Engine):
             self._engine.init_transfer({"request": request, **answers.where}, budget.left)
             return answers.wait(self.name, budget)
 
-    def pause(self, timeout_s: float) -> None:
-        self._engine.pause(timeout_s)
-
-    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        self._engine.resume(version, timeout_s, changed=changed)
-
-    @property
-    def resumes(self) -> bool:  # type: ignore[override]
-        return self._engine.resumes
-
-    @property
-    def identity(self) -> str:
-        return self._engine.identity
-
     @property
     def address(self) -> dict[str, Any] | None:
         address = self._engine.address
         return None if address is None else {**address, "native": True}
+
+
+def engine_at(address: Mapping[str, Any]) -> Engine:
+    """Return the engine with this address (``Engine.address``), by which a worker reaches its own engine."""
+    server = server_at(address)
+    engine: Engine = NativeEngine(server) if address.get("native") else server
+    target = address.get("target")
+    return engine if target is None else TargetEngine(engine, *target)
+
+
+def server_at(address: Mapping[str, Any]) -> HttpEngine:
+    """Return the server with this address."""
+    tls = tls_context(address["tls"])
+    return HttpEngine(address["url"], pause=address["pause"], headers=address["headers"], ssl_context=tls)

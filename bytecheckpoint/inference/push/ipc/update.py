@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import torch
 
 from ....errors import BytecheckpointError, DeadlineError, EngineError, StateError
+from ....runtime.daemon import run_daemon
 from ....version import install_command
-from ..daemon import run_daemon
 from ..guard import ExitGuard
 
 __all__ = ["Handle", "Update", "UpdateClient", "zeromq"]
