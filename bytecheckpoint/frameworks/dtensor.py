@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import UnsupportedTensorError
-from ..tensors.geometry import row_major_strides
+from ..tensors.geometry import Box, row_major_strides
 from ..tensors.mesh_layout import MeshLayout, MeshPlace
 from ..tensors.metadata import BasicMeta
-from ..tensors.shards import MeshShard, Shard, basic_meta
+from ..tensors.shards import MeshShard, Shard, whole_tensor
 from .layout import ParamLayout, ParamPart
-from .placements import LocalBox, MeshSharding, split_factor
+from .placements import LocalBox, MeshSharding
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -38,9 +38,9 @@ __all__ = [
     "is_dtensor",
     "loaded_class",
     "local_tensor",
+    "named_whole",
     "replica_ranks",
     "sharding_of",
-    "tensor_meta",
     "with_memory",
 ]
 
@@ -103,13 +103,13 @@ def sharding_of(spec: DTensorSpec) -> MeshSharding | None:
         tuple(coordinate),
         spec.placements,
         getattr(spec, "shard_order", None),
-        strided_is_order or all(split_factor(placement) == 1 for placement in spec.placements),
+        strided_is_order or all(getattr(placement, "split_factor", 1) == 1 for placement in spec.placements),
     )
 
 
 def dtensor_shards(fqn: str, dtensor: DTensor, local: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:
     """Dtype and global shape of a DTensor, and this rank's shards as views of ``local``, its dense local tensor."""
-    meta = tensor_meta(fqn, dtensor.dtype, dtensor.shape)
+    meta, _ = named_whole(fqn, dtensor.dtype, dtensor.shape)
     boxes = dtensor_boxes(fqn, dtensor)
     if len(boxes) == 1:
         shard = MeshShard.unchecked(fqn, meta, boxes[0].box, local)
@@ -181,9 +181,9 @@ def with_memory(meta: torch.Tensor, device: torch.device | None) -> torch.Tensor
     return torch.empty_like(meta.detach(), device=device or "cpu")
 
 
-def tensor_meta(fqn: str, dtype: torch.dtype, shape: Sequence[int]) -> BasicMeta:
-    """``basic_meta`` whose error names the tensor."""
+def named_whole(fqn: str, dtype: torch.dtype, shape: torch.Size) -> tuple[BasicMeta, Box]:
+    """``whole_tensor`` whose error names the tensor."""
     try:
-        return basic_meta(dtype, tuple(shape))
+        return whole_tensor(dtype, shape)
     except UnsupportedTensorError as error:
         raise UnsupportedTensorError(f"{fqn}: {error}") from None

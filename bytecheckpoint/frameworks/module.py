@@ -31,10 +31,10 @@ from .own_state import capture_own_state, find_own_state
 from .own_state_target import OwnStateTarget
 from .pretrained import apply_name_rules
 from .tensors import tensor_shards
-from .tree_capture import Capture, is_distributed
+from .tree_capture import Capture
 from .tree_target import Restore, TreeBuilder
 from .unsupported import require_no_masters
-from .wrapper_tensors import WRAPPER, held_wrapper, is_wrapper, require_same_wrapper
+from .wrapper_tensors import WRAPPER, held_wrapper, require_same_wrapper
 
 __all__ = ["ENGINE_COUNTERS", "ModuleAdapter", "choose_stored_name", "parameter_layouts"]
 
@@ -103,18 +103,20 @@ class ModuleAdapter(Adapter):
                 raise UnsupportedTensorError(
                     f"{context.section}: {fqn} is on the meta device and has no values; load or initialize it first"
                 )
-            if is_wrapper(group[0].tensor):
+            kind = group[0].kind
+            if kind.is_wrapper:
                 held = held_wrapper(fqn, group[0].tensor)
                 source.values[_wrapper_path(fqn)] = held.record
                 metas, shards = held.metas, held.shards
             else:
-                meta, shards = tensor_shards(fqn, group[0].tensor)
+                meta, shards = tensor_shards(fqn, group[0].tensor, kind)
                 metas = {fqn: meta}
             _require_free(metas, source.metas)
             source.metas.update(metas)
-            source.shards.extend(shards)
-            source.aliases.update({slot.fqn + name[len(fqn) :]: name for slot in group[1:] for name in metas})
-            if is_distributed(group[0].tensor):
+            source.shards += shards
+            if len(group) > 1:
+                source.aliases.update({slot.fqn + name[len(fqn) :]: name for slot in group[1:] for name in metas})
+            if kind.is_distributed:
                 continue
             if not group[0].is_parameter:
                 # Running statistics diverge between ranks; like DDP, the first rank's are stored.
@@ -163,7 +165,7 @@ def _wrapper_path(fqn: str) -> Path:
     return (WRAPPER, fqn)
 
 
-def _require_free(names: Iterable[str], taken: Mapping[str, BasicMeta]) -> None:
+def _require_free(names: Mapping[str, BasicMeta], taken: Mapping[str, BasicMeta]) -> None:
     for name in names:
         if name in taken:
             raise NameCollisionError(f"{name} is a tensor of the module and also a part of another one; rename it")
@@ -188,7 +190,7 @@ def _add_wrapper_target(target: SectionTarget, group: list[Slot], stored: Stored
 
 
 def _add_target(target: SectionTarget, group: list[Slot], context: Context, stored: StoredSection) -> None:
-    if is_wrapper(group[0].tensor):
+    if group[0].kind.is_wrapper:
         _add_wrapper_target(target, group, stored)
         return
     names = [slot.fqn for slot in group]
@@ -197,7 +199,7 @@ def _add_target(target: SectionTarget, group: list[Slot], context: Context, stor
     # A tensor of another shape is not loaded, so memory for it would stay uninitialized.
     if tensor.is_meta and fqn in stored.metas and stored.metas[fqn].shape == tuple(tensor.shape):
         tensor = materialize(group, context)
-    target.metas[fqn], shards = tensor_shards(fqn, tensor)
+    target.metas[fqn], shards = tensor_shards(fqn, tensor, group[0].kind)
     target.shards.extend(shards)
     target.aliases.update({name: fqn for name in names if name != fqn})
 

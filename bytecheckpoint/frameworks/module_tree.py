@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from ..errors import NameCollisionError
 from .dtensor import is_dtensor, loaded_class, local_tensor
-from .tensors import is_sharded_tensor
+from .tensors import TensorKind, tensor_kind
 
 __all__ = [
     "EXTRA_STATE",
@@ -45,6 +46,7 @@ class Slot(NamedTuple):
     owner: nn.Module
     attribute: str
     tensor: torch.Tensor
+    kind: TensorKind
     is_parameter: bool
     persistent: bool = True
 
@@ -79,14 +81,15 @@ def _add_submodules(module: nn.Module, prefix: str, found: list[tuple[str, nn.Mo
                 _add_submodules(child, prefix if transparent else join_names(prefix, name), found)
 
 
-def submodules(module: nn.Module) -> Iterable[nn.Module]:
+def submodules(module: nn.Module) -> Sequence[nn.Module]:
     """Every module once, parents first; faster than ``module.modules()``."""
-    found = {module: None}
-    pending = [module]
-    while pending:
-        children = [child for child in pending.pop()._modules.values() if child is not None and child not in found]
-        found.update(dict.fromkeys(children))
-        pending += children
+    found = [module]
+    seen = {module}
+    for parent in found:  # which grows
+        for child in parent._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
     return found
 
 
@@ -121,19 +124,13 @@ def _slots(module: nn.Module, unsharded: dict[tuple[int, str], torch.Tensor]) ->
         for name, param in owner._parameters.items():
             if param is not None:
                 held = unsharded.get((id(owner), name), param)
-                yield Slot(join_names(prefix, name), owner, name, held, is_parameter=True)
+                yield Slot(join_names(prefix, name), owner, name, held, tensor_kind(held), True)
         if owner._buffers:
             transient = getattr(owner, "_non_persistent_buffers_set", frozenset[str]())
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
-                    yield Slot(
-                        join_names(prefix, name),
-                        owner,
-                        name,
-                        buffer,
-                        is_parameter=False,
-                        persistent=name not in transient,
-                    )
+                    kind, persistent = tensor_kind(buffer), name not in transient
+                    yield Slot(join_names(prefix, name), owner, name, buffer, kind, False, persistent)
 
 
 def join_names(prefix: str, name: str) -> str:
@@ -145,19 +142,31 @@ def join_names(prefix: str, name: str) -> str:
 
 def group_tied(slots: Sequence[Slot]) -> list[list[Slot]]:
     """Group the slots that share memory, in order of first appearance."""
-    groups: dict[tuple[object, ...], list[Slot]] = {}
-    for slot in slots:
-        groups.setdefault(tie_key(slot.tensor), []).append(slot)
+    groups: dict[object, list[Slot]] = {}
+    addresses = [_address(slot) for slot in slots]
+    counts = Counter(addresses)
+    for slot, address in zip(slots, addresses):
+        alone = address and counts[address] == 1  # few tensors share an address, and a number is the cheapest key
+        groups.setdefault(address if alone else tie_key(slot.tensor, slot.kind), []).append(slot)
     return list(groups.values())
 
 
-def tie_key(tensor: torch.Tensor) -> tuple[object, ...]:
+def _address(slot: Slot) -> int:
+    """Where a plain tensor's elements begin; 0 if nothing tells, or if it is no plain tensor."""
+    try:
+        return slot.tensor.data_ptr() if slot.kind.is_plain and slot.tensor.numel() else 0
+    except RuntimeError:  # it is sparse
+        return 0
+
+
+def tie_key(tensor: torch.Tensor, kind: TensorKind | None = None) -> tuple[object, ...]:
     """A key that is equal for tensors that are the same view of the same memory, also on the meta device.
 
     An empty tensor is tied only to itself: two empty shards with the same address on this rank may be two different
     tensors on another rank.
     """
-    if tensor.layout != torch.strided or nn.parameter.is_lazy(tensor) or is_sharded_tensor(tensor):
+    kind = kind or tensor_kind(tensor)
+    if tensor.layout != torch.strided or nn.parameter.is_lazy(tensor) or (kind.is_distributed and not kind.is_dtensor):
         return ("object", id(tensor))
     cut: tuple[object, ...] = ()
     dense = tensor

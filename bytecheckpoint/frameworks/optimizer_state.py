@@ -25,8 +25,8 @@ from .dtensor import is_dtensor
 from .layout import ParamLayout
 from .optimizer_class import needed_keys
 from .optimizer_params import NamedParam
-from .tensors import dense_view, is_sharded_tensor, tensor_shards, whole_shard
-from .wrapper_tensors import WRAPPER, HeldWrapper, held_wrapper, is_wrapper
+from .tensors import TensorKind, dense_view, tensor_kind, tensor_shards
+from .wrapper_tensors import WRAPPER, HeldWrapper, held_wrapper
 
 __all__ = [
     "MASTER",
@@ -77,25 +77,31 @@ def is_whole(layout: ParamLayout) -> bool:
     ) or all(0 in shape for shape in layout.fqns.values())
 
 
-def lay_out(named: NamedParam, key: str, tensor: torch.Tensor) -> tuple[dict[str, BasicMeta], list[Shard]]:
+def lay_out(
+    named: NamedParam, key: str, tensor: torch.Tensor, kind: TensorKind | None = None
+) -> tuple[dict[str, BasicMeta], list[Shard]]:
     """Describe a state tensor as shards of its memory, under every name of the parameter.
 
-    Raises ``UnsupportedTensorError`` if the shape does not determine which part of a sharded parameter it describes.
+    Pass the ``kind`` of the tensor if it is known. Raises ``UnsupportedTensorError`` if the shape does not determine
+    which part of a sharded parameter it describes.
     """
-    if is_dtensor(tensor) or is_sharded_tensor(tensor):
-        name = state_name(named.names[0], key)
-        meta, shards = tensor_shards(name, tensor)
+    kind = kind or tensor_kind(tensor)
+    whole = named.names[0] if kind.is_distributed else None
+    layout = None
+    if whole is None:
+        # A 0-d tensor has the layout of a 0-d parameter only; for others it is a step count.
+        layout = named.local_layout if tensor.ndim or not named.param.ndim else None
+        if named.entry_layouts:
+            layout = named.entry_layouts.get(key, layout)
+        if layout is not None and tensor.shape == layout.local_shape:
+            whole = layout.one_whole
+            if whole is None:
+                dense = dense_view(state_name(named.names[0], key), tensor)
+                return layout.describe(dense, lambda fqn: state_name(fqn, key))
+    if whole is not None:
+        name = state_name(whole, key)
+        meta, shards = tensor_shards(name, tensor, kind)
         return {name: meta}, shards
-    # A 0-d tensor has the layout of a 0-d parameter only; for others it is a step count.
-    layout = named.local_layout if tensor.ndim or not named.param.ndim else None
-    layout = named.entry_layouts.get(key, layout)
-    if layout is not None and tensor.shape == layout.local_shape:
-        if layout.one_whole is not None:
-            name = state_name(layout.one_whole, key)
-            meta, shards = whole_shard(name, tensor)
-            return {name: meta}, shards
-        dense = dense_view(state_name(named.names[0], key), tensor)
-        return layout.describe(dense, lambda fqn: state_name(fqn, key))
     if named.is_remote:
         return {}, []
     if tensor.ndim and layout is not None and not is_whole(layout):
@@ -109,7 +115,7 @@ def lay_out(named: NamedParam, key: str, tensor: torch.Tensor) -> tuple[dict[str
     shards = []
     for fqn in named.names:
         name = state_name(fqn, key)
-        metas[name], more = tensor_shards(name, tensor)
+        metas[name], more = tensor_shards(name, tensor, kind)
         shards.extend(more)
     return metas, shards
 
@@ -130,9 +136,9 @@ def wrapper_entry(held: HeldWrapper) -> dict[str, Any]:
     return {WRAPPER: held.record, **dict.fromkeys(held.names, TENSOR_LEAF)}
 
 
-def _may_differ(named: NamedParam, tensor: torch.Tensor) -> bool:
-    """Whether other ranks may hold quantized parts of a tensor, and this rank an empty part that is not quantized."""
-    if not is_dtensor(tensor) or tensor._local_tensor.numel() or not tensor.numel():
+def _may_differ(named: NamedParam, tensor: Any) -> bool:
+    """Whether other ranks may hold quantized parts of a DTensor, and this rank an empty part that is not quantized."""
+    if tensor._local_tensor.numel() or not tensor.numel():
         return False
     return type(named.holder.optimizer).__module__.startswith("torchao.")
 
@@ -161,20 +167,25 @@ def capture_state(named: NamedParam, source: SectionSource, *, compare: bool) ->
     if not state and not named.is_remote:
         source.values.update({empty_state_path(fqn): {} for fqn in named.names})
 
+    def add(key: str, value: torch.Tensor, kind: TensorKind) -> None:
+        metas, shards = lay_out(named, key, value, kind)
+        if not source.metas.keys().isdisjoint(metas):
+            raise StateError(f"{where}: two state tensors are named {key!r}; rename one of them")
+        source.metas.update(metas)
+        source.shards += shards
+        if not compare or kind.is_distributed:
+            return
+        if value.ndim and all(type(shard) is Shard for shard in shards):
+            # ZeRO leaves the state on one of the ranks that hold the parameter.
+            source.mark_replicas(metas, None if named.holder.held is not None else named.layout.replica_ranks)
+        if value.ndim == 0 and value.device.type == "cpu":
+            raw = value.detach().reshape(1).view(torch.uint8).numpy().tobytes()
+            source.digests.update(dict.fromkeys(metas, raw))
+
     def leaf(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        metas, shards = lay_out(named, key, value)
-        if any(name in source.metas for name in metas):
-            raise StateError(f"{where}: two state tensors are named {key!r}; rename one of them")
-        source.metas.update(metas)
-        source.shards.extend(shards)
-        if compare and value.ndim and all(type(shard) is Shard for shard in shards):
-            # ZeRO leaves the state on one of the ranks that hold the parameter.
-            source.mark_replicas(metas, None if named.holder.held is not None else named.layout.replica_ranks)
-        if compare and value.ndim == 0 and value.device.type == "cpu" and not is_dtensor(value):
-            raw = value.detach().reshape(1).view(torch.uint8).numpy().tobytes()
-            source.digests.update(dict.fromkeys(metas, raw))
+        add(key, value, tensor_kind(value))
         return TENSOR_LEAF
 
     if named.master is not None:
@@ -182,15 +193,15 @@ def capture_state(named: NamedParam, source: SectionSource, *, compare: bool) ->
     for key, value in state.items():
         if not isinstance(key, str):
             raise UnserializableError(f"{where}: state key {key!r} is not a str")
-        if is_wrapper(value):
-            held = lay_out_wrapper(named, key, value)
-            source.metas.update(held.metas)
-            source.shards.extend(held.shards)
-            source.values[state_path(named.names[0], key)] = wrapper_entry(held)
-            continue
         if isinstance(value, torch.Tensor):
-            if not _may_differ(named, value):
-                leaf(key, value)
+            kind = tensor_kind(value)
+            if kind.is_wrapper:
+                held = lay_out_wrapper(named, key, value)
+                source.metas.update(held.metas)
+                source.shards.extend(held.shards)
+                source.values[state_path(named.names[0], key)] = wrapper_entry(held)
+            elif not kind.is_dtensor or not _may_differ(named, value):
+                add(key, value, kind)
             continue
         plain = map_leaves(value, leaf, key, where)
         if not named.is_remote:

@@ -27,8 +27,8 @@ from .optimizer_state import (
     state_name,
     state_path,
 )
-from .tensors import whole_shard
-from .wrapper_tensors import WRAPPER, HeldWrapper, is_wrapper, make_wrapper, require_same_wrapper
+from .tensors import tensor_kind, tensor_shards
+from .wrapper_tensors import WRAPPER, HeldWrapper, make_wrapper, require_same_wrapper
 
 __all__ = ["StateFiller"]
 
@@ -90,7 +90,7 @@ class StateFiller:
     def _keep(self, named: NamedParam, existing: Mapping[Any, Any]) -> None:
         """Nothing is stored for the parameter, so its state may stay."""
         for key, value in existing.items():
-            if is_wrapper(value):
+            if tensor_kind(value).is_wrapper:
                 held = self._add_wrapper(named, key, value)
                 self.target.optional.update((*held.metas, state_path(named.names[0], key)))
             elif isinstance(value, torch.Tensor):
@@ -106,7 +106,7 @@ class StateFiller:
         if values and isinstance(values[0], dict) and WRAPPER in values[0]:
             self._fill_wrapper(named, key, values[0][WRAPPER], existing)
             return
-        if is_wrapper(existing):
+        if tensor_kind(existing).is_wrapper:
             existing = None  # stored plain, as torchao keeps small parts
         if isinstance(existing, torch.Tensor) and existing.ndim and not values:
             self._add_tensor(named, key, existing)
@@ -147,10 +147,10 @@ class StateFiller:
         """Fill a tensor that consists of others in place, or create it: of the stored kind, also where it was plain."""
         name = state_name(named.names[0], key)
         tensor = existing
-        if not is_wrapper(existing):
+        if not tensor_kind(existing).is_wrapper:
             tensor = make_wrapper(name, record, named.param, self._device_of(named))
             self._steps.append(lambda loaded: named.own_state().__setitem__(key, tensor))
-        if not is_wrapper(tensor):  # an empty part; other ranks request the stored tensors
+        if not tensor_kind(tensor).is_wrapper:  # an empty part; other ranks request the stored tensors
             self.target.requested_values.add(state_path(named.names[0], key))
             return
         require_same_wrapper(name, record, self._add_wrapper(named, key, tensor))
@@ -175,7 +175,7 @@ class StateFiller:
         for fqn, meta in requested.items():
             name = state_name(fqn, key)
             room = torch.zeros(meta.shape, dtype=torch_dtype(meta))
-            self.target.metas[name], shards = whole_shard(name, room)
+            self.target.metas[name], shards = tensor_shards(name, room)
             self.target.shards.extend(shards)
             if fqn in stored:
                 loaded[name] = room

@@ -17,8 +17,8 @@ from torch import nn
 from ..errors import NameCollisionError, StateError, UnserializableError, UnsupportedTensorError
 from .digests import tensor_digest
 from .module_tree import EXTRA_STATE, Slot, clean_name, has_fsdp1, join_names, submodules, tie_key
-from .tensors import tensor_shards
-from .tree_capture import Capture, is_distributed
+from .tensors import tensor_kind, tensor_shards
+from .tree_capture import Capture
 
 __all__ = ["ENTRY", "VERSION", "OwnState", "capture_own_state", "find_own_state", "slots_by_owner"]
 
@@ -211,9 +211,10 @@ def _add_tensor(capture: Capture, name: str, tensor: torch.Tensor) -> None:
         raise NameCollisionError(f"{name} is also the name of another tensor; rename one")
     if tensor.is_meta:
         raise UnsupportedTensorError(f"{name} is on the meta device and has no values; load or initialize it first")
-    source.metas[name], shards = tensor_shards(name, tensor)
+    kind = tensor_kind(tensor)
+    source.metas[name], shards = tensor_shards(name, tensor, kind)
     source.shards.extend(shards)
-    if capture.context.world_size > 1 and not is_distributed(tensor):
+    if capture.context.world_size > 1 and not kind.is_distributed:
         # Like extra state: the module does not state whether ranks hold the same.
         source.digests[name] = tensor_digest(source.metas[name], shards[0].tensor)
 

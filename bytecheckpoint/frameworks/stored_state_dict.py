@@ -24,7 +24,7 @@ from .module_tree import clean_name, modules_of, named_slots
 from .optimizer_groups import group_path, groups_of
 from .optimizer_params import NamedParam
 from .optimizer_state import TENSOR_LEAF, empty_state_path, state_path
-from .tensors import whole_shard
+from .tensors import tensor_shards
 from .tree_paths import PathIndex, build_tree
 
 __all__ = ["StoredStateDict", "is_numbered", "is_stored_state_dict", "names_of_group"]
@@ -121,7 +121,7 @@ class StoredStateDict:
             apply=apply,
         )
         for name, room in self._rooms.items():
-            result.metas[name], shards = whole_shard(name, room)
+            result.metas[name], shards = tensor_shards(name, room)
             result.shards.extend(shards)
         return result
 

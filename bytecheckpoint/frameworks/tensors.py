@@ -1,8 +1,8 @@
-"""Describe plain tensors, DTensors and ShardedTensors in global boxes, and refuse tensors without dense memory."""
+"""Classify a tensor, once, and describe it in global boxes. Refuse tensors without dense memory."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,14 +10,10 @@ from ..errors import UnsupportedTensorError
 from ..tensors.derived import is_derived
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
-from ..tensors.shards import IrregularShard, Shard, whole_tensor
-from .dtensor import dtensor_shards, is_dtensor, loaded_class, local_tensor, tensor_meta
+from ..tensors.shards import IrregularShard, Shard
+from .dtensor import dtensor_shards, is_dtensor, loaded_class, local_tensor, named_whole
 
-if TYPE_CHECKING:
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-    from typing_extensions import TypeIs
-
-__all__ = ["dense_view", "has_no_dense_memory", "is_sharded_tensor", "tensor_shards", "whole_shard"]
+__all__ = ["TensorKind", "dense_view", "has_no_dense_memory", "tensor_kind", "tensor_shards"]
 
 _ADVICE = {
     torch.sparse_coo: ".to_dense()",
@@ -34,39 +30,62 @@ _ADVICE = {
 _ZERO3 = "ds_tensor"
 
 # Types that override no operation and hold all of their elements on this rank.
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_strided = torch.strided
+_is_functional = torch._is_functional_tensor
+_is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def is_sharded_tensor(tensor: object) -> TypeIs[ShardedTensor]:
-    """Whether this is a ``ShardedTensor`` of torch. Imports nothing."""
-    if type(tensor) in _PLAIN:
-        return False
-    return isinstance(tensor, loaded_class("torch.distributed._shard.sharded_tensor", "ShardedTensor"))
+class TensorKind(NamedTuple):
+    """What the type of a tensor says about its elements.
+
+    ``is_plain``: the type overrides nothing. ``is_distributed``: it describes which part of the elements this rank
+    holds, as a DTensor and a ``ShardedTensor`` do. ``is_wrapper``: it has no memory and consists of other tensors, as
+    does a DTensor of such tensors (``wrapper_tensors``).
+    """
+
+    is_plain: bool = False
+    is_dtensor: bool = False
+    is_distributed: bool = False
+    is_wrapper: bool = False
 
 
-def tensor_shards(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:
+_PLAIN, _OTHER, _WRAPPER = TensorKind(is_plain=True), TensorKind(), TensorKind(is_wrapper=True)
+_DTENSOR, _SHARDED = TensorKind(is_dtensor=True, is_distributed=True), TensorKind(is_distributed=True)
+
+
+def tensor_kind(tensor: object) -> TensorKind:
+    """Classify a tensor; anything else is of no kind. Imports nothing."""
+    if type(tensor) in _PLAIN_TYPES:  # almost all tensors
+        return _PLAIN
+    if not isinstance(tensor, torch.Tensor):
+        return _OTHER
+    if is_dtensor(tensor):
+        return _DTENSOR._replace(is_wrapper=tensor_kind(tensor._local_tensor).is_wrapper)
+    if isinstance(tensor, loaded_class("torch.distributed._shard.sharded_tensor", "ShardedTensor")):
+        return _SHARDED
+    if tensor.layout != torch.strided or tensor.is_nested or not hasattr(type(tensor), "__tensor_unflatten__"):
+        return _OTHER
+    # Subclasses of torch itself (functional tensors, collectives in progress) are not data.
+    is_wrapper = hasattr(tensor, "__tensor_flatten__") and not type(tensor).__module__.startswith("torch.")
+    return _WRAPPER if is_wrapper else _OTHER
+
+
+def tensor_shards(fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None) -> tuple[BasicMeta, list[Shard]]:
     """Dtype and global shape of a tensor, and its local shards as views of its memory.
 
     A plain tensor is one whole box, a replica on every rank. Makes no copy and runs no collective. A meta tensor yields
-    meta shards; the caller decides whether that is an error. Raises ``UnsupportedTensorError`` for a tensor without
-    dense memory.
+    meta shards; the caller decides whether that is an error. Pass the ``kind`` if it is known. Raises
+    ``UnsupportedTensorError`` for a tensor without dense memory.
     """
-    if type(tensor) in _PLAIN:  # almost all tensors
-        return whole_shard(fqn, tensor)
-    if is_dtensor(tensor):
-        return dtensor_shards(fqn, tensor, dense_view(fqn, local_tensor(tensor)))
-    if is_sharded_tensor(tensor):
+    kind = kind or tensor_kind(tensor)
+    if kind.is_dtensor:
+        return dtensor_shards(fqn, tensor, dense_view(fqn, local_tensor(tensor)))  # type: ignore[arg-type]
+    if kind.is_distributed:
         return _sharded_tensor_shards(fqn, tensor)
-    return whole_shard(fqn, tensor)
-
-
-def whole_shard(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:
-    """``tensor_shards`` of a tensor of which this rank holds all elements."""
     dense = dense_view(fqn, tensor)
-    try:
-        meta, box = whole_tensor(dense.dtype, dense.shape)
-    except UnsupportedTensorError as error:
-        raise UnsupportedTensorError(f"{fqn}: {error}") from None
+    meta, box = named_whole(fqn, dense.dtype, dense.shape)
     return meta, [Shard.unchecked(fqn, meta, box, dense)]
 
 
@@ -75,10 +94,11 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
 
     Raises ``UnsupportedTensorError``.
     """
-    if is_derived(tensor):
+    if type(tensor) in _PLAIN_TYPES:
+        if not _is_odd(tensor):
+            return tensor.detach()
+    elif is_derived(tensor):
         return tensor
-    if type(tensor) in _PLAIN and not _is_odd(tensor):
-        return tensor.detach()
     if hasattr(tensor, _ZERO3):
         raise UnsupportedTensorError(
             f"{fqn}: DeepSpeed ZeRO-3 partitioned this parameter of shape {tuple(getattr(tensor, 'ds_shape', ()))} and "
@@ -114,11 +134,11 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
 def _is_odd(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a plain type is more than one strided block of memory."""
     return (
-        tensor.layout != torch.strided
+        tensor.layout is not _strided
         or tensor.is_nested
         or tensor.is_quantized
-        or torch._is_functional_tensor(tensor)
-        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or _is_functional(tensor)
+        or _is_functorch(tensor)
         or hasattr(tensor, _ZERO3)
         or _is_freed(tensor)
     )
@@ -126,8 +146,9 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 
 def _is_freed(tensor: torch.Tensor) -> bool:
     """Whether a tensor with elements has no memory for them, so that reading it would crash the process."""
-    start = _address(tensor) - tensor.storage_offset() * tensor.element_size()
-    return start == 0 and tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
+    if _address(tensor) != tensor.storage_offset() * tensor.element_size():  # it begins at some address
+        return False
+    return tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
 
 
 def has_no_dense_memory(tensor: torch.Tensor) -> bool:
@@ -135,8 +156,8 @@ def has_no_dense_memory(tensor: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    if type(tensor) in _PLAIN:
-        return torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if type(tensor) in _PLAIN_TYPES:
+        return _is_functional(tensor) or _is_functorch(tensor)
     wrapper: bool = is_traceable_wrapper_subclass(tensor)
     if isinstance(tensor, FakeTensor) or wrapper:
         return True
@@ -153,8 +174,8 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _sharded_tensor_shards(fqn: str, tensor: ShardedTensor) -> tuple[BasicMeta, list[Shard]]:
-    meta = tensor_meta(fqn, tensor.dtype, tensor.size())
+def _sharded_tensor_shards(fqn: str, tensor: Any) -> tuple[BasicMeta, list[Shard]]:
+    meta, _ = named_whole(fqn, tensor.dtype, tensor.size())
     shards: list[Shard] = [
         IrregularShard(
             fqn,

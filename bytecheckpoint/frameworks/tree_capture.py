@@ -13,14 +13,13 @@ from ..format.values import MAX_DEPTH, Container, path_name
 from ..tensors.shards import Path, SectionSource
 from .base import Context
 from .digests import tensor_digest
-from .dtensor import is_dtensor
 from .module_tree import has_fsdp1
 from .per_rank import PerRankState
-from .tensors import is_sharded_tensor, tensor_shards
+from .tensors import TensorKind, tensor_kind, tensor_shards
 from .tree_paths import PathIndex, kind_of
 from .unsupported import require_supported
 
-__all__ = ["ROOT_TENSOR", "Capture", "SameMemory", "is_distributed", "state_of"]
+__all__ = ["ROOT_TENSOR", "Capture", "SameMemory", "state_of"]
 
 ROOT_TENSOR: Path = ("tensor",)
 """The path of a tensor that is a section by itself."""
@@ -39,7 +38,8 @@ class Capture:
         """Add markers for the tensors whose names do not determine their paths."""
         index = PathIndex.of(self.source.values)
         for fqn, path in self.paths.items():
-            if index.path_of(fqn) != path or path_name(path[:-1]) in index.ambiguous:
+            is_ambiguous = bool(index.ambiguous) and path_name(path[:-1]) in index.ambiguous
+            if is_ambiguous or index.path_of(fqn) != path:
                 self._put(path, Container("tensor"), own=fqn in self.source.per_rank)
         return self.source
 
@@ -90,16 +90,17 @@ class Capture:
                 f"{self._where(path)} is on the meta device and has no values to store; materialize it first"
             )
         # A single rank's tensor is stored under a name with its rank, which has no tied names.
-        first = None if own else self._memory.first_name(fqn, tensor)
+        kind = tensor_kind(tensor)
+        first = None if own else self._memory.first_name(fqn, tensor, kind)
         if first is not None:
             self.source.aliases[fqn] = first
             return
-        meta, shards = tensor_shards(fqn, tensor)
+        meta, shards = tensor_shards(fqn, tensor, kind)
         self.source.metas[fqn] = meta
-        self.source.shards.extend(shards)
+        self.source.shards += shards
         if own:
             self.source.per_rank.add(fqn)
-        elif self.context.world_size > 1 and not is_distributed(tensor):
+        elif self.context.world_size > 1 and not kind.is_distributed:
             self.source.digests[fqn] = tensor_digest(meta, shards[0].tensor)
 
     def _where(self, path: Path) -> str:
@@ -128,11 +129,6 @@ def state_of(obj: Any, where: str) -> Mapping[Any, Any]:
     return state
 
 
-def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's type describes which part of it this rank holds."""
-    return is_dtensor(tensor) or is_sharded_tensor(tensor)
-
-
 class SameMemory:
     """Names of plain tensors by their memory, to find tied tensors."""
 
@@ -144,14 +140,12 @@ class SameMemory:
         self._tensors: list[torch.Tensor] = []
         self._exact: dict[tuple[Any, ...], str] = {}
 
-    def first_name(self, fqn: str, tensor: torch.Tensor) -> str | None:
+    def first_name(self, fqn: str, tensor: torch.Tensor, kind: TensorKind) -> str | None:
         """The name of an earlier tensor with exactly the same memory.
 
         None for the first tensor of any memory, which is recorded, and for tensors that cannot be tied.
         """
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
-            return None
-        if tensor.numel() == 0:
+        if not kind.is_plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
             return None
         count = len(self._names)
         row = self._rows.setdefault(tensor.data_ptr(), count)

@@ -21,8 +21,8 @@ from .dtensor import with_memory
 from .module_tree import EXTRA_STATE
 from .per_rank import PerRank, PerRankState
 from .template_values import tuple_like, value_like
-from .tensors import tensor_shards
-from .tree_capture import ROOT_TENSOR, Capture, SameMemory, is_distributed, state_of
+from .tensors import tensor_kind, tensor_shards
+from .tree_capture import ROOT_TENSOR, Capture, SameMemory, state_of
 from .tree_paths import PathIndex, build_tree, is_sequence, kind_of
 
 __all__ = ["Restore", "TreeBuilder", "build_target"]
@@ -216,7 +216,7 @@ class TreeBuilder:
         fqn = path_name(path)
         if skip:
             self.target.optional.add(fqn)
-        first = self._memory.first_name(fqn, tensor)
+        first = self._memory.first_name(fqn, tensor, tensor_kind(tensor))
         if first is not None:
             self._tie(fqn, first)
             return None
@@ -358,7 +358,7 @@ class TreeBuilder:
         meta = self.stored.metas[fqn]
         if template is not None and template.is_meta:
             template = None
-        if template is not None and (in_place or is_distributed(template)):
+        if template is not None and (in_place or tensor_kind(template).is_distributed):
             return template
         device = self.context.device or (template.device if template is not None else None)
         return torch.empty(meta.shape, dtype=torch_dtype(meta), device=device or "cpu")

@@ -8,6 +8,7 @@ copy or nothing. An adapter for it recognizes it first; whatever no such adapter
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -79,13 +80,22 @@ def require_no_masters(modules: Sequence[nn.Module], section: str) -> None:
 
 
 def _advice_for_module(module: nn.Module) -> str | None:
-    for cls in type(module).__mro__:
-        advice = _MODULES.get(f"{cls.__module__}.{cls.__qualname__}") or _MODULE_NAMES.get(cls.__qualname__)
-        if advice:
-            return advice
+    cls: Any = type(module)
+    advice = _advice_for_class(cls)
+    if advice:
+        return advice
     hook = vars(module).get("_hf_hook")
     hooks = (hook, *getattr(hook, "hooks", ())) if hook is not None else ()
     return _OFFLOADED if any(getattr(one, "offload", False) for one in hooks) else None
+
+
+@lru_cache(maxsize=1 << 10)  # a model has thousands of modules, of few classes
+def _advice_for_class(kind: type) -> str | None:
+    for cls in kind.__mro__:
+        advice = _MODULES.get(f"{cls.__module__}.{cls.__qualname__}") or _MODULE_NAMES.get(cls.__qualname__)
+        if advice:
+            return advice
+    return None
 
 
 def _optimizers(pending: list[Any]) -> Iterator[Any]:

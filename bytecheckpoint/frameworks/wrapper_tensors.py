@@ -30,7 +30,7 @@ from ..tensors.shards import Shard, basic_meta
 from .dtensor import dtensor_around, dtensor_boxes, is_dtensor, local_tensor
 from .tensors import dense_view
 
-__all__ = ["WRAPPER", "HeldWrapper", "held_wrapper", "is_wrapper", "make_wrapper", "require_same_wrapper"]
+__all__ = ["WRAPPER", "HeldWrapper", "held_wrapper", "make_wrapper", "require_same_wrapper"]
 
 WRAPPER = "__wrapper__"
 """The key of the record in the stored entry of a wrapper."""
@@ -61,18 +61,6 @@ class HeldWrapper(NamedTuple):
     names: tuple[str, ...]
     metas: dict[str, BasicMeta]
     shards: list[Shard]
-
-
-def is_wrapper(tensor: object) -> bool:
-    """Whether this is a wrapper, or a DTensor whose local tensor is one."""
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter or not isinstance(tensor, torch.Tensor):
-        return False
-    if is_dtensor(tensor):
-        return is_wrapper(tensor._local_tensor)
-    if tensor.layout != torch.strided or tensor.is_nested or not hasattr(type(tensor), "__tensor_unflatten__"):
-        return False
-    # Subclasses of torch itself (functional tensors, collectives in progress) are not data.
-    return hasattr(tensor, "__tensor_flatten__") and not type(tensor).__module__.startswith("torch.")
 
 
 def held_wrapper(fqn: str, tensor: torch.Tensor) -> HeldWrapper:
