@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.errors import BytecheckpointError, UnsupportedTensorError
 from bytecheckpoint.frameworks.sections import _are_plain, check_name
-from bytecheckpoint.frameworks.tensors import dense_view, tensor_shards
+from bytecheckpoint.frameworks.tensors import dense_view, tensor_kind, tensor_shards
 from bytecheckpoint.frameworks.tree_capture import SameMemory
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.shards import Shard
@@ -65,9 +65,11 @@ def test_only_the_same_view_is_a_tie() -> None:
         "bits": base.view(torch.int32),
         "later": base[1:],
     }
-    assert [memory.first_name(name, view) for name, view in views.items()] == [None] * len(views)
+    assert [memory.first_name(name, view, tensor_kind(view)) for name, view in views.items()] == [None] * len(views)
     again = {"first": base.detach(), "shorter": base[:3], "folded": base.view(2, 3), "later": base[1:]}
-    assert {name: memory.first_name(f"{name} again", view) for name, view in again.items()} == {n: n for n in again}
+    assert {name: memory.first_name(f"{name} again", view, tensor_kind(view)) for name, view in again.items()} == {
+        n: n for n in again
+    }
     for nothing in (torch.empty(0), torch.empty(2, device="meta"), torch.zeros(2, 2).to_sparse()):
-        assert memory.first_name("one", nothing) is None
-        assert memory.first_name("two", nothing) is None
+        assert memory.first_name("one", nothing, tensor_kind(nothing)) is None
+        assert memory.first_name("two", nothing, tensor_kind(nothing)) is None
