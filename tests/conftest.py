@@ -12,6 +12,7 @@ from bytecheckpoint.testing import time_limit
 pytest_plugins = ["bytecheckpoint.testing.fixtures", "certificates", "s3_server"]
 
 _TEST_S = 300
+_LONG_S = 20
 # Just before pytest-timeout fails the test: the stacks that it prints are lost in the workers of xdist.
 _STACKS_S = 290
 
@@ -42,6 +43,31 @@ def pytest_report_header() -> str:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     os.close(config.stash[_STDERR])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what runs in the full set only."""
+    left_out = sampling.left_out(items)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if not getattr(getattr(item, "obj", None), "__doc__", None):
+        report.user_properties.append(("has no docstring", True))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the tests that take long and do not say why. It is no failure: on a busy machine, every test takes long."""
+    limit_s = time_limit(_LONG_S)
+    for report in terminalreporter.getreports("passed"):
+        if report.when == "call" and report.duration > limit_s and ("has no docstring", True) in report.user_properties:
+            terminalreporter.write_line(f"{report.nodeid} took {report.duration:.0f} s; its docstring must say why")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Measure the time factor, and ignore known warnings of third-party code."""
     if not os.environ.get(TIME_FACTOR_VARIABLE):
         # In the environment, so that xdist's workers, ranks and subprocesses use the factor of the session.
-        os.environ[TIME_FACTOR_VARIABLE] = str(measure_time_factor())
+        os.environ[TIME_FACTOR_VARIABLE] = str(measure_time_factor(getattr(config.option, "numprocesses", None) or 1))
     for category, message in THIRD_PARTY_WARNINGS:
         # Colons separate the fields of a filter, so the expression must not contain one.
         config.addinivalue_line("filterwarnings", f"ignore:{message.replace(':', '.')}:{category.__name__}")

@@ -58,15 +58,17 @@ def time_factor() -> float:
     return factor
 
 
-def measure_time_factor() -> float:
-    """Measure how much slower this machine is now than an idle reference machine.
+def measure_time_factor(workers: int = 1) -> float:
+    """Estimate how much slower this machine will be than an idle reference machine.
+
+    Args:
+        workers: Number of processes that will run tests, beside the present load.
 
     Returns:
-        The larger of two ratios, the load per core during the last minute and the relative time of a short loop, but at
-        least 1 and at most 10.
+        The larger of two ratios, the load per core and the relative time of a short loop, between 1 and 10.
     """
     cores = len(os.sched_getaffinity(0))
-    slowness = max(os.getloadavg()[0] / cores, _loop_s() / _LOOP_S)
+    slowness = max((os.getloadavg()[0] + workers) / cores, _loop_s() / _LOOP_S)
     return round(min(max(slowness, 1.0), _MAX_MEASURED_FACTOR), 1)
 
 

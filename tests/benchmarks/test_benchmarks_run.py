@@ -52,7 +52,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("ranks"), *chosen)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_contestant_is_measured_or_reported(document: dict[str, Any]) -> None:
     result = document["save_load"][WORKLOAD]
     assert set(result["contestants"]) == {entry.name for entry in select(CHOSEN)}
@@ -71,7 +71,7 @@ def test_every_contestant_is_measured_or_reported(document: dict[str, Any]) -> N
             assert sample["save"]["file_bytes"] >= result["bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_floors_are_measured(document: dict[str, Any], ranks: dict[str, Any]) -> None:
     for result in (*document["save_load"].values(), *ranks["ranks"]["layouts"].values()):
         (floors,) = result["floors"]
@@ -79,7 +79,7 @@ def test_floors_are_measured(document: dict[str, Any], ranks: dict[str, Any]) ->
         assert all(seconds > 0 for seconds in floors.values() if seconds is not None)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ranks_load_checkpoints_of_both_layouts(ranks: dict[str, Any]) -> None:
     assert set(ranks["ranks"]["layouts"]) == {"fsdp2-2", "tp-2"}
     for result in ranks["ranks"]["layouts"].values():
@@ -91,7 +91,7 @@ def test_ranks_load_checkpoints_of_both_layouts(ranks: dict[str, Any]) -> None:
         assert all(load["wrong"] is None for load in sample.values())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_results_describe_the_machine_without_its_name(document: dict[str, Any]) -> None:
     assert document["machine"]["cores"] >= 1
     assert document["command"].startswith("python -m benchmarks.run ")
@@ -100,7 +100,7 @@ def test_results_describe_the_machine_without_its_name(document: dict[str, Any])
     assert str(ROOT) not in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_report_is_written(document: dict[str, Any], ranks: dict[str, Any], tmp_path: Path) -> None:
     results = tmp_path / "performance.json"
     results.write_text(json.dumps({**document, "ranks": ranks["ranks"]}))

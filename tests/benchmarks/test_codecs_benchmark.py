@@ -7,7 +7,7 @@ import pytest
 from benchmarks import codecs
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ratios_are_those_of_gaussian_weights() -> None:
     found = codecs.measure(1, 1)
     ratios = {(one["kind"], one["codec"]): one["ratio"] for one in found}

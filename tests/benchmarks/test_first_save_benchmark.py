@@ -9,7 +9,7 @@ import pytest
 from benchmarks.first_save import KINDS, measure, table
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_kind_of_process_is_measured(tmp_path: Path) -> None:
     messages: list[str] = []
     result = measure(0.001, 1, tmp_path, workload="tiny-tensors", pause_s=0.0, say=messages.append)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import foreign_loads
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_bytes_and_seconds_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_loads, "CASES", foreign_loads.CASES[1:2])
     result = foreign_loads.measure(0.01, 1, tmp_path, say=lambda text: None)

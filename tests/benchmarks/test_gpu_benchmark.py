@@ -40,7 +40,7 @@ def _run(
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_dry_run(tmp_path: Path) -> None:
     done = _run(tmp_path, "--device", "cpu", "--mebibytes", "6", "--rounds", "1", "--tests", "tests/gpu")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -96,6 +96,7 @@ def _bare_machine(folder: Path, *names: str) -> str:
     return str(folder / "bin/python")
 
 
+@pytest.mark.full
 def test_a_bare_machine_and_a_part_that_crashes(tmp_path: Path) -> None:
     """Neither the plug-ins of pytest nor rich are there. What was finished before a crash is written, the rest runs."""
     python = _bare_machine(tmp_path / "bare", *_BARE)
@@ -125,6 +126,7 @@ def test_a_bare_machine_and_a_part_that_crashes(tmp_path: Path) -> None:
     assert {"device to device", "a loop like checkpoint-engine's, in one process: push"} <= set(document["seconds"])
 
 
+@pytest.mark.full
 def test_a_machine_without_what_the_library_needs(tmp_path: Path) -> None:
     python = _bare_machine(tmp_path / "bare", "numpy")
     done = _run(tmp_path, "--device", "cpu", python=python, PYTHONPATH="")
@@ -136,12 +138,14 @@ def test_a_machine_without_what_the_library_needs(tmp_path: Path) -> None:
     ("served", "message"),
     [(gpu_faults.crash, "its process ended with code -11"), (gpu_faults.hang, "(?s)in hang.*no end after 1 s")],
 )
+@pytest.mark.full
 def test_a_part_that_fails(tmp_path: Path, served: Callable[..., None], message: str) -> None:
     part = Part("a part", SETTINGS, tmp_path / "log", served)
     with pytest.raises(PartFailed, match=message):
         part.run(1 if served is gpu_faults.hang else time_limit(60))
 
 
+@pytest.mark.full
 def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
     part = Part("a part", SETTINGS, tmp_path / "log", gpu_faults.leave_processes)
     started = os.pidfd_open(part.run(time_limit(60)))
@@ -152,7 +156,7 @@ def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
         os.close(started)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_tests_that_hang(tmp_path: Path) -> None:
     """They have started a process that keeps their output open."""
     (tmp_path / "test_hang.py").write_text(

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import incremental
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_unchanged_states_write_less_than_one_percent(tmp_path: Path) -> None:
     found = {one["name"]: one for one in incremental.measure(64 << 20, 1, tmp_path)}
     shares = {name: one["written"] / one["bytes"] for name, one in found.items() if one["written"] is not None}

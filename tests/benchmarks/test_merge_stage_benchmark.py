@@ -9,7 +9,7 @@ import pytest
 from benchmarks.merge_stage import measure, table
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_contestant_is_measured(tmp_path: Path) -> None:
     result = measure(2, 0.005, 1, tmp_path)
     assert list(result["contestants"]) == ["shards", "merged", "whole", "DCP sharded", "DCP full"]

@@ -11,6 +11,7 @@ from benchmarks.object_store import CONTESTANTS, Store, measure, table
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
 
+@pytest.mark.full
 def test_every_contestant_saves_and_loads(bucket: str, s3: dict[str, Any]) -> None:
     store = Store(s3["endpoint_url"], s3["key"], s3["secret"], bucket)
     names = [name for name in CONTESTANTS if not name.startswith("obstore")]

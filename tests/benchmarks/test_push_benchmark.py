@@ -13,7 +13,7 @@ from benchmarks.push_engine import PipeEngine
 from bytecheckpoint.errors import DeadlineError
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_way_is_measured() -> None:
     found = measure(4 << 20, 1)
     assert set(found["seconds"]) == {*WAYS, NOTHING, JOIN, COPY, STREAM}

@@ -19,7 +19,7 @@ def test_a_simulated_job_saves_and_loads() -> None:
     assert found["manifest"]["load_pieces"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stage_of_megatron_holds_all_elements_of_its_optimizer_once() -> None:
     world = make_world("megatron", 1024)
     ranks = range(64)  # the first pipeline stage

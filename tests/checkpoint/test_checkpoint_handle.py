@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -138,7 +139,7 @@ def _boxes(draw: st.DrawFn) -> tuple[str, Box]:
     return name, Box(tuple(offsets), tuple(lengths))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(what=_boxes())
 @pytest.mark.parametrize("layout", ["flat", "slabs"])
 def test_any_box_equals_the_slice(saved: dict[str, Path], layout: str, what: tuple[str, Box]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.codecs import find_codec, list_codecs
 from bytecheckpoint.errors import FormatError, UnsupportedVersionError
@@ -27,14 +28,14 @@ def decoded(name: str, frame: bytes, size: int) -> bytes:
 
 @pytest.mark.parametrize("name", BUILTIN)
 @given(data=st.binary(min_size=1, max_size=5000), repeat=st.integers(1, 50), width=st.sampled_from([1, 2, 4, 8]))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_round_trip(name: str, data: bytes, repeat: int, width: int) -> None:
     data = data * repeat
     assert decoded(name, find_codec(name).encode(memoryview(data), width), len(data)) == data
 
 
 @given(values=st.binary(min_size=8, max_size=80_000), width=st.sampled_from([1, 2, 4, 8]), repeat=st.integers(1, 9))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_planes_are_the_strided_bytes(values: bytes, width: int, repeat: int) -> None:
     """The format of a frame, by numpy's strides and zstandard's own decompressor."""
     data = np.frombuffer(values * repeat, np.uint8)
@@ -112,7 +113,7 @@ def test_hostile_frames_are_refused_in_little_memory(case: str) -> None:
 
 @pytest.mark.parametrize("name", BUILTIN)
 @given(junk=st.binary(max_size=200), size=st.integers(1, 1000), cut=st.integers(0, 40))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_junk_never_raises_anything_else(name: str, junk: bytes, size: int, cut: int) -> None:
     frame = find_codec(name).encode(memoryview(bytes(size)), 2)
     for hostile in (junk, frame[:cut] + junk, b"\x28\xb5\x2f\xfd" + junk):

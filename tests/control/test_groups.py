@@ -280,6 +280,7 @@ def test_ranks_connect_to_their_parent_and_children_only(pool):
 
 @pytest.mark.parametrize("group_size", [2, 3])
 @pytest.mark.parametrize("failing", range(WORLD))
+@pytest.mark.sampled(5)
 def test_every_rank_raises_the_same_cause(pool, group_size, failing):
     results = pool.run(one_raises, group_size, failing, world_size=WORLD)
     assert len({seen for seen, _, _ in results}) == 1
@@ -313,6 +314,7 @@ def test_operations_leave_no_state(pool, group_size):
 
 @pytest.mark.parametrize("when", ["before", "inside"])
 @pytest.mark.parametrize("dying", [1, 2, 3, 4])
+@pytest.mark.sampled(4)
 def test_a_killed_rank_is_named_by_all_others(pool, dying, when):
     results = pool.run(die, 2, dying, when, world_size=WORLD, expect_death={dying: signal.SIGKILL})
     for first, second in (result for result in results if result is not None):
@@ -343,6 +345,7 @@ def test_every_group_raises_the_death_of_rank_0(pool, when):
         (6, 3, "before"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_stopped_rank_is_named_by_all_others_by_the_deadline(pool, group_size, stopped, when):
     results = pool.run(stop, group_size, stopped, when, world_size=WORLD)
     survivors = [result for rank, result in enumerate(results) if rank != stopped]
@@ -356,6 +359,7 @@ def test_a_stopped_rank_is_named_by_all_others_by_the_deadline(pool, group_size,
 
 
 @pytest.mark.parametrize(("group_size", "stopped"), [(2, 0), (2, 2), (2, 3), (6, 3)])
+@pytest.mark.sampled(2)
 def test_a_patient_operation_names_a_stopped_rank(pool, group_size, stopped):
     results = pool.run(stop, group_size, stopped, "before", True, world_size=WORLD)
     for rank, (seen, works, finished) in enumerate(results):

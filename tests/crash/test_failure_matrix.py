@@ -31,7 +31,7 @@ from leak_watch import shared_memory_of
 from bytecheckpoint.testing.ranks import RankPool
 
 WORLD = 2
-SAMPLE = 100
+SAMPLE = 60
 TIMEOUT_S = 120.0
 
 

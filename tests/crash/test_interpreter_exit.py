@@ -233,6 +233,7 @@ def _newest(root: Path) -> int:
 
 
 @pytest.mark.parametrize(("how", "code"), [("manager-end", 0), ("manager-exit", 5), ("manager-raises", 1)])
+@pytest.mark.sampled(1)
 def test_a_manager_that_was_not_closed_finishes_its_save(tmp_path: Path, how: str, code: int) -> None:
     """The manager also applies its retention and releases its lease."""
     root = tmp_path / "root"
@@ -244,6 +245,7 @@ def test_a_manager_that_was_not_closed_finishes_its_save(tmp_path: Path, how: st
     assert sorted(path.name for path in root.iterdir()) == ["step-2"]
 
 
+@pytest.mark.sampled(2, of="ends of an interpreter")
 def test_several_saves_in_flight_are_all_finished(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "queue")
     assert (ended.code, ended.err) == (0, "")
@@ -251,6 +253,7 @@ def test_several_saves_in_flight_are_all_finished(tmp_path: Path) -> None:
         assert bcp.open(tmp_path / "root" / f"step-{step}").verify().ok
 
 
+@pytest.mark.sampled(2, of="ends of an interpreter")
 def test_a_save_that_fails_during_exit_is_reported(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "fails")
     assert ended.code == 0
@@ -261,6 +264,7 @@ def test_a_save_that_fails_during_exit_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["os-exit", "manager-os-exit"])
+@pytest.mark.sampled(1)
 def test_os_exit_leaves_an_attempt(tmp_path: Path, how: str) -> None:
     """The next job can use the root immediately, and its manager removes the attempt."""
     root = tmp_path / "root"
@@ -276,12 +280,14 @@ def test_os_exit_leaves_an_attempt(tmp_path: Path, how: str) -> None:
         assert all(name.startswith("step-3/") for name in left), left
 
 
+@pytest.mark.sampled(2, of="ends of an interpreter")
 def test_a_save_in_a_daemon_thread_is_finished(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "daemon")
     assert ended.code == 0, ended.err
     assert _newest(tmp_path / "root") == 2
 
 
+@pytest.mark.sampled(2, of="ends of an interpreter")
 def test_a_daemon_thread_that_keeps_saving_does_not_block_the_exit(tmp_path: Path) -> None:
     """Its next save is refused, or the thread stops where it is."""
     (ended,) = _run(_ALONE, tmp_path / "root", "daemon-loop")
@@ -296,6 +302,7 @@ def test_a_daemon_thread_inside_torch_does_not_abort_the_exit(tmp_path: Path) ->
     assert _newest(tmp_path / "root") == 1
 
 
+@pytest.mark.sampled(2, of="ends of an interpreter")
 def test_a_save_after_the_main_thread_has_ended_is_refused(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "thread")
     assert ended.code == 0, ended.err
@@ -317,6 +324,7 @@ def test_a_save_after_the_main_thread_has_ended_is_refused(tmp_path: Path) -> No
         ("rank-1-first", [0, 0], 2),
     ],
 )
+@pytest.mark.sampled(1)
 def test_ranks_that_exit_finish_their_save(tmp_path: Path, how: str, codes: list[int], newest: int) -> None:
     """The process group is destroyed, the main thread has ended, or the other rank ended long before."""
     ended = _run(_RANKS, tmp_path / "root", how, ranks=(0, 1))

@@ -114,6 +114,7 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize(("layout", "gate"), [("shards", False), ("shards", True), ("merged", False)])
+@pytest.mark.sampled(1)
 def test_saves_during_a_thousand_collectives(pool: RankPool, tmp_path: Path, layout: str, gate: bool) -> None:
     results = pool.run(_train, str(tmp_path), layout, gate, timeout_s=150)
     assert results == [(ROUNDS, ROUNDS // STRIDE, [])] * WORLD

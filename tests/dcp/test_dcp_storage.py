@@ -294,6 +294,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @both
+@pytest.mark.sampled(1)
 def test_async_save_in_a_process(storage: str, tmp_path: Path) -> None:
     script, path = tmp_path / "saving.py", tmp_path / "c"
     script.write_text(PROCESS)

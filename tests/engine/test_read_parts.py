@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from leak_watch import files_left_below
+from sampling import examples
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.manifest_file import read_manifest
@@ -116,7 +117,7 @@ def _memory(box: Box, dtype: torch.dtype, kind: str) -> torch.Tensor:
     return torch.zeros(box.lengths, dtype=dtype)
 
 
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=_requests(),
     chunk=st.sampled_from(_CHUNKS),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.engine.blocks import PAGE
 from bytecheckpoint.engine.files import FileImage
@@ -49,7 +50,7 @@ def _empty(sizes: Sequence[int]) -> list[FileImage]:
     return [FileImage(str(index), "model", "values", b"v" * size) for index, size in enumerate(sizes)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.lists(st.integers(0, 40_000), max_size=6), st.integers(1, 5))
 def test_images_are_split_without_gaps(sizes: list[int], pages: int) -> None:
     images = _empty(sizes)

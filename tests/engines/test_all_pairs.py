@@ -67,6 +67,7 @@ def _load(rank: int, world_size: int, kind: str, paths: dict[str, str]) -> dict[
 
 
 @pytest.mark.parametrize("target", NAMES)
+@pytest.mark.sampled(12)
 def test_every_kind_of_job_loads_every_other(target: str, pool: RankPool, folder: Path) -> None:
     sources = [NAMES[NAMES.index(target) - shift] for shift in SHIFTS]
     paths = {saved: str(folder / saved) for saved in sources}

@@ -100,7 +100,7 @@ def _unlike(folder: str, live: str) -> list[str]:
 LIVE = [kind for kind in KINDS if kind != "zero0-fp32"]  # without names
 
 
-@pytest.mark.parametrize("kinds", [[*sample(LIVE, 5), "muon", "experts1", "experts2"]])
+@pytest.mark.parametrize("kinds", [[*sample(LIVE, 2), "muon", "experts1", "experts2"]])
 def test_a_folder_is_what_a_live_save_stores(kinds: list[str], pool: RankPool, tmp_path: Path) -> None:
     faults = pool.run(_compare_with_live, str(tmp_path), kinds, world_size=2, timeout_s=280)[0]
     assert faults == []
@@ -147,7 +147,7 @@ PAIRS = [*product(STAGES, TARGETS), *product([kind for kind in KINDS if kind not
 
 
 def test_loads_equal_those_of_deepspeed(pool: RankPool, tmp_path: Path) -> None:
-    pairs = [("zero3", "fsdp2"), ("zero1", "fsdp2"), *sample(PAIRS[:28], 5), *sample(PAIRS[28:], 3)]
+    pairs = [("zero3", "fsdp2"), ("zero1", "fsdp2"), *sample(PAIRS[:28], 2), *sample(PAIRS[28:], 2)]
     kinds = sorted({saved for saved, _ in pairs})
     pool.run(_save_with_oracle, str(tmp_path), kinds, world_size=2, timeout_s=600 if is_full() else 280)
     for world_size in (2, 1):
@@ -202,7 +202,7 @@ def _save_with_client_state(rank: int, world_size: int, folder: str, stage: int)
     assert torch.equal(extra["order"], torch.arange(5))
 
 
-@pytest.mark.parametrize("stage", sample([1, 2, 3], 2))
+@pytest.mark.parametrize("stage", sample([1, 2, 3], 1))
 def test_one_process_without_deepspeed(stage: int, pool: RankPool, tmp_path: Path) -> None:
     pool.run(_save_with_client_state, str(tmp_path), stage, world_size=2, timeout_s=280)
     with lenient_warnings():

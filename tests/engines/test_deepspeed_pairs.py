@@ -72,6 +72,7 @@ COUNT = 50 if is_full() else 10  # pairs of one test
 
 @pytest.mark.parametrize("first", range(0, len(ALL), COUNT) if is_full() else [0])
 @pytest.mark.parametrize(("saved_on", "loaded_on"), sample([(2, 2), (2, 4), (3, 2)], 2))
+@pytest.mark.sampled(1)
 def test_pairs(saved_on: int, loaded_on: int, first: int, pool: RankPool, tmp_path: Path) -> None:
     pairs = ALL[first : first + COUNT] if is_full() else [*sample(ALL[:49], 5), *sample(ALL[49:], 5)]
     pool.run(_save, str(tmp_path), sorted({saved for saved, _ in pairs}), world_size=saved_on, timeout_s=280)

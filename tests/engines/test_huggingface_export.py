@@ -55,6 +55,7 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.sampled(3)
 def test_exports_load_with_equal_logits(tmp_path: Path, kind: str) -> None:
     """In memory, the experts of a layer are one tensor; in the export, each has its own, as on the hub."""
     from transformers import AutoModelForCausalLM
@@ -76,6 +77,7 @@ def test_exports_load_with_equal_logits(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", _EXPERT)
 @pytest.mark.parametrize("source", ["own", "hf"])
+@pytest.mark.sampled(2)
 def test_a_missing_expert_is_named(tmp_path: Path, kind: str, source: str) -> None:
     model = _model(kind)
     model.save_pretrained(tmp_path / "hf")
@@ -130,6 +132,7 @@ _ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", _ADAPTERS)
+@pytest.mark.sampled(2)
 def test_adapters_as_peft_merges_and_stores_them(tmp_path: Path, case: str) -> None:
     from peft import PeftModel, get_peft_model_state_dict
     from transformers import AutoModelForCausalLM

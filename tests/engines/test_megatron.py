@@ -118,12 +118,12 @@ def _ids(pair: Any) -> str:
     return " ".join(map(str, pair))
 
 
-@pytest.mark.parametrize("pair", sample(list(product(DENSE, DENSE)), 5), ids=_ids)
+@pytest.mark.parametrize("pair", sample(list(product(DENSE, DENSE)), 2), ids=_ids)
 def test_dense_models_load_in_any_layout(pool: RankPool, tmp_path: Path, pair: tuple[Layout, Layout]) -> None:
     _require_equal(pool, tmp_path / "checkpoint", *pair, GROUPED)
 
 
-@pytest.mark.parametrize("pair", sample(list(product(EXPERTS, EXPERTS)), 4), ids=_ids)
+@pytest.mark.parametrize("pair", sample(list(product(EXPERTS, EXPERTS)), 2), ids=_ids)
 def test_experts_load_in_any_layout(pool: RankPool, tmp_path: Path, pair: tuple[Layout, Layout]) -> None:
     _require_equal(pool, tmp_path / "checkpoint", *pair, MOE)
 
@@ -178,6 +178,7 @@ def test_experts_load_in_any_layout(pool: RankPool, tmp_path: Path, pair: tuple[
         pytest.param(Layout(), Layout(tp=2, pp=2), Recipe(mla=True), None, id="multi-latent attention"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_optimizers_and_models_load_each_other(
     pool: RankPool, tmp_path: Path, source: Layout, target: Layout, recipe: Recipe, other: Recipe | None
 ) -> None:
@@ -190,6 +191,7 @@ NAMES = list(SHARDINGS)
 # In a sample, every kind saves once and loads once.
 @pytest.mark.parametrize("shift", sample(range(len(NAMES)), 1))
 @pytest.mark.parametrize("target", NAMES)
+@pytest.mark.sampled(2)
 def test_shardings_of_data_parallel_ranks_load_each_other(
     pool: RankPool, tmp_path: Path, target: str, shift: int
 ) -> None:
@@ -210,7 +212,7 @@ def _through_fsdp(rank: int, world_size: int, source: str, path: str, kind: str)
     return full_state(root, optimizer)
 
 
-@pytest.mark.parametrize(("kind", "sharding"), sample(list(product(["FSDP-2", "DDP"], SHARDINGS)), 3))
+@pytest.mark.parametrize(("kind", "sharding"), sample(list(product(["FSDP-2", "DDP"], SHARDINGS)), 2))
 def test_fsdp_and_ddp_modules_of_the_same_names(pool: RankPool, tmp_path: Path, kind: str, sharding: str) -> None:
     first, second = str(tmp_path / "megatron"), str(tmp_path / "plain")
     layout, recipe = SHARDINGS[sharding]
@@ -249,6 +251,7 @@ def _load_padded(rank: int, world_size: int, layout: Layout, recipe: Recipe, pat
 
 @pytest.mark.parametrize("scaled", ["", "remainders"])
 @pytest.mark.parametrize("unpadded", [0, 60], ids=["padding stored", "padding not stored"])
+@pytest.mark.sampled(2)
 def test_vocabularies_have_any_padding(pool: RankPool, tmp_path: Path, unpadded: int, scaled: Scaled) -> None:
     path = str(tmp_path / "checkpoint")
     source = Recipe(unpadded=unpadded, scaled=scaled)
@@ -276,6 +279,7 @@ def _start_again(rank: int, world_size: int, path: str, recipe: Recipe) -> list[
 
 
 @pytest.mark.parametrize("scaled", ["", "fp16", "remainders"])
+@pytest.mark.sampled(1)
 def test_an_optimizer_without_state_is_stored(pool: RankPool, tmp_path: Path, scaled: Scaled) -> None:
     for expected, losses in pool.run(_start_again, str(tmp_path / "c"), Recipe(scaled=scaled), world_size=2):
         assert losses == expected
@@ -323,6 +327,7 @@ def _sharded_alone(rank: int, world_size: int, path: str, sharding: str) -> list
 
 
 @pytest.mark.parametrize("sharding", ["no_shard", "optim_grads_params"])
+@pytest.mark.sampled(1)
 def test_a_sharded_model_loads_alone(pool: RankPool, tmp_path: Path, sharding: str) -> None:
     sharding = f"Megatron-FSDP {sharding}"
     for expected, losses in pool.run(_sharded_alone, str(tmp_path / "checkpoint"), sharding, world_size=2):
@@ -458,6 +463,7 @@ def _schemes_agree(rank: int, world_size: int, layout: Layout, recipe: Recipe) -
 
 
 @pytest.mark.parametrize(("layout", "recipe"), [(Layout(tp=2, pp=2), GROUPED), (Layout(ep=2, world=2), MOE)])
+@pytest.mark.sampled(1)
 def test_both_schemes_of_keys_give_the_same_layouts(pool: RankPool, layout: Layout, recipe: Recipe) -> None:
     pool.run(_schemes_agree, layout, recipe, world_size=layout.world)
 

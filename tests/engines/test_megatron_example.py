@@ -21,6 +21,7 @@ def _train(folder: Path, processes: int, *arguments: str, dies: bool = False) ->
     return {event["step"]: event["loss"] for event in events}
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_at_another_size(tmp_path: Path) -> None:
     killed = _train(tmp_path, 4, "--tp", "2", "--pp", "2", "--steps", "9", "--die-at", "5", dies=True)
     assert list(killed) == [1, 2, 3, 4, 5]

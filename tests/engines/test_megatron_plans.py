@@ -93,7 +93,7 @@ def _real(rank: int, world_size: int, layout: Layout, recipe: Recipe) -> tuple[l
 
 @pytest.mark.parametrize(
     ("layout", "experts"),
-    sample([(Layout(tp=2, pp=2), 0), (Layout(tp=2), 0), (Layout(ep=2), 4), (Layout(tp=2, ep=2, etp=2), 4)], 2),
+    sample([(Layout(tp=2, pp=2), 0), (Layout(tp=2), 0), (Layout(ep=2), 4), (Layout(tp=2, ep=2, etp=2), 4)], 1),
     ids=str,
 )
 def test_simulated_ranks_hold_what_real_ranks_hold(pool: RankPool, layout: Layout, experts: int) -> None:

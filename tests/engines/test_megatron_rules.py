@@ -57,6 +57,7 @@ def _parameters(
         pytest.param(Layout(tp=2, etp=2), Recipe(experts=4), id="tp2 etp2"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_ranks_of_megatron_are_put_together(pool: RankPool, layout: Layout, recipe: Recipe) -> None:
     results = pool.run(_parameters, layout, recipe, world_size=layout.world)
     stored = [(name, place, array) for place, local, _ in results for name, array in local.items()]

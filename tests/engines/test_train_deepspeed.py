@@ -39,6 +39,7 @@ def _train(folder: Path, processes: int, *options: str) -> tuple[int, dict[int, 
     return done.returncode, {line["step"]: line["loss"] for line in lines}
 
 
+@pytest.mark.full
 def test_train_kill_resume(tmp_path: Path) -> None:
     code, first = _train(tmp_path, 2, "--stage", "2", "--stop-at", "9", "--kill-at-step", "5")
     assert (code != 0, sorted(first)) == (True, [1, 2, 3, 4, 5])

@@ -70,6 +70,7 @@ def _write_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module.main()
 
 
+@pytest.mark.full
 def test_kill_all_ranks_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, root = tmp_path / "start", tmp_path / "run"
     _write_start(start, monkeypatch)

@@ -16,7 +16,7 @@ from bytecheckpoint.testing.ranks import RankPool
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "move_from_dcp.py"
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def run(root: Path, processes: int, *stages: str) -> dict[int, float]:

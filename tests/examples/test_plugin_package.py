@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import bytecheckpoint
 from bytecheckpoint.testing import time_limit
 
@@ -32,6 +34,7 @@ def test_the_plugin_imports_public_names_only() -> None:
                 assert not any(alias.name.startswith("_") for alias in node.names), path
 
 
+@pytest.mark.full
 def test_the_installed_plugin_passes_its_tests(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "installed"
     shutil.copytree(_PLUGIN, source)  # the build writes next to the sources

@@ -18,7 +18,7 @@ from bytecheckpoint.testing import time_limit
 TRAIN = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
 STEPS, SAVED_AT = 8, 4
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def train(folder: Path, *arguments: str, processes: int = 1, exit_code: int = 0) -> dict[int, float]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling import examples
 from torch_values import assert_equal, fill
 
 from bytecheckpoint.errors import CorruptionError, FormatError
@@ -79,7 +80,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=trees, protocol=st.sampled_from([2, 2, 3, 4, 5]))
 def test_any_value_equals_what_torch_loads(tmp_path: Path, value: Any, protocol: int) -> None:
     found, expected = load(tmp_path, value, pickle_protocol=protocol)

@@ -16,6 +16,7 @@ from golden import EXAMPLE
 from golden import example as tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.errors import (
     CheckpointError,
@@ -129,7 +130,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     return make_manifest(rows, ranks=draw(st.integers(1, 4)), chunk_size=draw(st.integers(1, 40)), metadata=metadata)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(manifests(), st.booleans())
 def test_round_trip(manifest: Manifest, compress: bool) -> None:
     data = encode(manifest, compress=compress)
@@ -301,7 +302,7 @@ def test_rules(change: Callable[[Manifest], None], message: str) -> None:
         encode(manifest)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.data())
 def test_disjointness_agrees_with_the_geometry(data: st.DataObject) -> None:
     """Boxes moved about at random in several tensors at once: refused exactly when two of them share an element."""

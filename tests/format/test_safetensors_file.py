@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from sampling import examples
 
 from bytecheckpoint.errors import FormatError
 from bytecheckpoint.format.safetensors import DATA_ALIGNMENT, HeaderEntry, build_header, parse_header, shard_name
@@ -43,7 +44,7 @@ ENTRIES = st.lists(
 ).map(lambda entries: sorted(entries, key=lambda e: -e.dtype.itemsize))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(ENTRIES, st.dictionaries(NAMES, NAMES, max_size=2))
 def test_stock_library_opens_what_is_built(
     tmp_path_factory: pytest.TempPathFactory, entries: list[HeaderEntry], metadata: dict[str, str]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -73,7 +74,7 @@ def plain_layouts(draw):
 
 
 @given(plain_layouts())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_shard_and_replicate_cut_left_to_right_like_chunk(layout):
     shape, mesh, dims = layout
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
@@ -98,7 +99,7 @@ def fsdp_over_tp(draw):
 
 
 @given(fsdp_over_tp())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_fsdp_cuts_what_tensor_parallelism_left(layout):
     shape, mesh, placements, order = layout
     check_all(shape, mesh, placements, lambda whole, at: cut_in_order(whole, mesh, at, order))
@@ -126,7 +127,7 @@ def test_explicit_shard_order_of_the_spec():
 
 
 @given(st.integers(1, 3), st.integers(2, 3), st.integers(2, 4), st.integers(0, 1), st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_interleaved_strided_shard_is_several_boxes(times, mesh_size, factor, dim, then_shard):
     """With a split factor that matches no mesh dimension, each rank has a piece of each of ``factor`` parts."""
     size = times * mesh_size * factor

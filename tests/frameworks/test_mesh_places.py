@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -42,7 +43,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list
 
 
 @given(cut_tensors())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_boxes_of_all_ranks_at_once_match_those_of_each_rank(
     case: tuple[tuple[int, ...], tuple[int, ...], list[Any]],
 ) -> None:

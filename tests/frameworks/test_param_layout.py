@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.frameworks.layout import ParamLayout, ParamPart
@@ -64,7 +65,7 @@ def check(layout, wholes, flat, positions):
 
 
 @given(cut_memory(), st.data())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_a_flat_range_holds_exactly_its_elements(memory, data):
     layout, wholes = memory
     total = prod(layout.local_shape)
@@ -83,7 +84,7 @@ def test_a_flat_range_holds_exactly_its_elements(memory, data):
 
 
 @given(cut_memory(), st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_a_range_of_a_range_is_a_range(memory, data):
     layout, _ = memory
     total = prod(layout.local_shape)
@@ -106,7 +107,7 @@ def test_a_range_of_a_range_is_a_range(memory, data):
 
 
 @given(cut_memory(), st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_ranges_of_all_ranks_cover_every_element_once(memory, data):
     layout, wholes = memory
     total = prod(layout.local_shape)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR
 
@@ -239,7 +240,7 @@ TREES = st.dictionaries(
 
 
 @given(TREES)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_any_tree_is_rebuilt_or_refused_for_colliding_names(tree: Any) -> None:
     try:
         saved = save(tree)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -77,7 +78,7 @@ def part_of_a_tensor(draw):
 
 
 @given(part_of_a_tensor(), st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]))
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 def test_items_stand_for_the_same_elements_in_the_part_and_in_the_whole(part, size):
     shape, box = part
     if box.numel % size or prod(shape) % size:
@@ -105,7 +106,7 @@ def test_global_shape_of_items_does_not_depend_on_the_part():
 
 
 @given(part_of_a_tensor(), st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_blocks_of_a_grid_stand_for_the_same_elements(part, data):
     shape, box = part
     extents = [data.draw(st.sampled_from([e for e in range(1, n + 1) if n % e == 0])) for n in box.lengths]

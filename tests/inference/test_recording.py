@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.inference.layouts.recording import Copy, Recorder
 from bytecheckpoint.inference.layouts.strided import StridedView, box_of
@@ -178,7 +179,7 @@ def _take(tensor: torch.Tensor, kind: str, arguments: Any) -> torch.Tensor:
     return tensor[::2]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(_turns())
 def test_whatever_is_cut_and_turned(turns: tuple[tuple[int, ...], list[tuple[str, Any]]]) -> None:
     shape, steps = turns
@@ -193,7 +194,7 @@ def test_whatever_is_cut_and_turned(turns: tuple[tuple[int, ...], list[tuple[str
     assert torch.equal(target, expected)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=0, max_size=4).flatmap(
     lambda shape: st.tuples(
         st.just(tuple(shape)),

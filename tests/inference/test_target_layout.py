@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_replay import replay, replay_from_parts
+from sampling import examples
 from torch import nn
 
 from benchmarks.layout_files import digest, pack, unpack
@@ -217,7 +218,7 @@ def _take(tensor: torch.Tensor, kind: str, arguments: tuple[int, ...]) -> torch.
     return tensor[::2] if kind == "every other" else getattr(tensor, kind)(*arguments)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(_loaders())
 def test_any_loader_is_learned(loaders: list[Any]) -> None:
     weights = {f"stored.{number}": _real(shape) + 1000 * number for number, (shape, *_) in enumerate(loaders)}

@@ -97,6 +97,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("model", "at"), _CASES)
+@pytest.mark.sampled(12)
 def test_a_layout_does_what_the_loader_does(folders: Path, model: str, at: EngineRank) -> None:
     weights = _weights(_MODELS[model])
     layout = layout_of(folders / model, at)
@@ -170,6 +171,7 @@ def test_a_state_in_transformers_memory_form(folders: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["small-dense", "small-moe"])
+@pytest.mark.sampled(1)
 def test_this_vllm_produces_the_golden_layouts(tmp_path: Path, model: str) -> None:
     index = json.loads((GOLDEN / "index.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))

@@ -107,6 +107,7 @@ def test_the_same_as_from_its_own_loader(stored: Stored) -> None:
     assert found.digests == stored.expected.digests
 
 
+@pytest.mark.sampled(1, of="starts of vLLM")
 def test_each_of_two_ranks_reads_its_half(stored: Stored) -> None:
     found = _start(**stored.loader, tensor_parallel_size=2)
     assert found.tokens == stored.expected.tokens
@@ -119,6 +120,7 @@ def test_each_of_two_ranks_reads_its_half(stored: Stored) -> None:
     assert max(found.read) <= 1.01 * (halves + everywhere) + heads, (found.read, halves, everywhere, heads)
 
 
+@pytest.mark.sampled(1, of="starts of vLLM")
 def test_from_a_folder_of_another_library(stored: Stored) -> None:
     if stored.model.config.model_type != _KINDS[0]:
         pytest.skip("once is enough")
@@ -126,6 +128,7 @@ def test_from_a_folder_of_another_library(stored: Stored) -> None:
     assert found.tokens == stored.expected.tokens
 
 
+@pytest.mark.sampled(1, of="starts of vLLM")
 def test_a_model_stored_whole_needs_no_other_folder(stored: Stored) -> None:
     if stored.model.config.model_type != _KINDS[0]:
         pytest.skip("once is enough")

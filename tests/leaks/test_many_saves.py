@@ -148,6 +148,7 @@ def pool() -> Iterator[RankPool]:
         (WORLD, "shards", "staged"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_two_hundred_saves_hold_what_two_held(
     pool: RankPool, tmp_path: Path, world_size: int, layout: str, saves: str
 ) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.planners import CachedPlan, ContentChecks, HeldContents, PlanCache, compare_contents, stack_digests
@@ -54,7 +55,7 @@ item_sets = st.lists(st.sets(st.sampled_from("abcdefg")).map(sorted), min_size=1
 
 
 @given(item_sets, st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_it_is_unchanged_exactly_if_the_same_items_are_equal(keys: list[list[str]], data: st.DataObject) -> None:
     def fill() -> World:
         values = st.integers(0, 1)

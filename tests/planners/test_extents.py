@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.planners.load.extents import plan_extents
 
@@ -32,7 +33,7 @@ def ranges_in_shards(draw: st.DrawFn) -> tuple[list[Range], list[int]]:
 
 
 @given(ranges_in_shards(), st.integers(1, 100), st.integers(0, 20), st.integers(0, 30))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_every_byte_is_fetched_once(requested: tuple[list[Range], list[int]], size: int, slack: int, gap: int) -> None:
     ranges, steps = requested
     file, begin, end = np.array(ranges, np.int64).reshape(-1, 3).T

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.planners import GatherPlan, GatherShare, LocalPlan, SavePlan, plan_columns, plan_gather, plan_save
@@ -140,7 +141,7 @@ def positions(share: GatherShare, fragment: int, start: int, stop: int) -> np.nd
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_every_byte_of_every_whole_tensor_comes_from_one_fragment(tilings: Tilings, data: st.DataObject) -> None:
     world = data.draw(worlds(tilings))
     layout = data.draw(st.sampled_from(["merged", "whole"]))
@@ -180,7 +181,7 @@ def check_assignments(world: World, gather: GatherPlan) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_what_is_whole_afterwards(tilings: Tilings, data: st.DataObject) -> None:
     """``whole``: everything; ``merged``: just what was no grid; what was one box keeps its writer."""
     world = data.draw(worlds(tilings))
@@ -220,7 +221,7 @@ def assert_same_rows(plan: SavePlan, stored: SavePlan, kept: np.ndarray) -> None
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_no_rank_writes_more_than_its_share_and_one_tensor(tilings: Tilings, data: st.DataObject) -> None:
     world = data.draw(worlds(tilings))
     plan = plan_save(world.plans())

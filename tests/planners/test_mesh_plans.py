@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.planners import OWN_BOXES, WHOLE, LocalPlan, PlanTable, mesh_boxes, plan_save
@@ -19,7 +20,7 @@ from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_boxes_of_blocks_are_parts_of_each_block(data: st.DataObject) -> None:
     ndim = data.draw(st.integers(1, 3))
     blocks = tuple(data.draw(st.lists(st.integers(1, 3), min_size=ndim, max_size=ndim)))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.planners import (
@@ -201,7 +202,7 @@ def test_noise_is_harmless(data: bytes) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_changed_bytes_are_harmless(data: st.DataObject) -> None:
     changed = bytearray(data.draw(st.sampled_from([sample().to_bytes(), pack_boxes(boxes())])))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -243,7 +244,7 @@ odd = st.one_of(
 
 
 @given(st.sampled_from(sorted(msgpack.unpackb(sample().to_bytes()))), odd)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_a_changed_field_is_harmless(field: str, value: object) -> None:
     fields = msgpack.unpackb(sample().to_bytes())
     fields[field] = value

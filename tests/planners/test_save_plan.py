@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.planners import (
@@ -78,7 +79,7 @@ def boxes_of(plan: SavePlan) -> list[tuple[str, Box]]:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_every_byte_is_written_once_and_where_the_plan_says(tilings: Tilings, data: st.DataObject) -> None:
     world = data.draw(worlds(tilings))
     plan = plan_save(world.plans())
@@ -118,7 +119,7 @@ def test_every_byte_is_written_once_and_where_the_plan_says(tilings: Tilings, da
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_within_a_file_large_elements_come_first_then_names_then_boxes(tilings: Tilings, data: st.DataObject) -> None:
     plan = plan_save(data.draw(worlds(tilings)).plans())
     shards, itemsize = boxes_of(plan), plan.tensors.itemsize()[plan.shards.tensor]
@@ -132,7 +133,7 @@ def test_within_a_file_large_elements_come_first_then_names_then_boxes(tilings: 
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_the_order_of_rows_does_not_matter(tilings: Tilings, data: st.DataObject) -> None:
     world = data.draw(worlds(tilings))
     plan = plan_save(world.plans())
@@ -145,7 +146,7 @@ def test_the_order_of_rows_does_not_matter(tilings: Tilings, data: st.DataObject
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_columns_in_any_order_of_ranks(tilings: Tilings, data: st.DataObject) -> None:
     world = data.draw(worlds(tilings))
     plan = plan_save(world.plans())
@@ -193,7 +194,7 @@ def damaged_worlds(draw: st.DrawFn, tilings: Tilings) -> tuple[World, str]:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_a_tiling_with_any_damage_is_refused(tilings: Tilings, data: st.DataObject) -> None:
     """By the planner, before anything is written, and by a brute-force count of the elements, too."""
     world, name = data.draw(damaged_worlds(tilings))

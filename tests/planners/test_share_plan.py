@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.planners import (
     ClassSummary,
@@ -56,7 +57,7 @@ def _product(ranges: list[range]) -> list[tuple[int, ...]]:
     return found
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(parts(), st.integers(2, 5), st.sampled_from([16, 100, 4096]))
 def test_each_element_is_read_by_one_rank_and_passed_on_once(shared, size, piece):
     ring = plan_ring(range(10, 10 + size), shared, packet_bytes=piece)
@@ -76,7 +77,7 @@ def test_each_element_is_read_by_one_rank_and_passed_on_once(shared, size, piece
             assert sum(part_box.nbytes for part_box in packet) <= max(piece, 8)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(parts(), st.integers(2, 6), st.randoms(use_true_random=False))
 def test_the_ring_ends_with_everything_everywhere(shared, size, chance: random.Random):
     """Links make a step in any order; a rank sends only what it has by then."""

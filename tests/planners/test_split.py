@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.planners import byte_span, split_box
@@ -17,7 +18,7 @@ shapes = st.lists(st.integers(1, 6), max_size=3).map(tuple)
 
 
 @given(st.data(), shapes, st.sampled_from([1, 2, 4, 8]), st.integers(1, 300), st.integers(0, 60))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_slabs_cover_in_order_within_bounds(
     boxes_within: Boxes, data: st.DataObject, shape: tuple[int, ...], itemsize: int, max_bytes: int, gap_bytes: int
 ) -> None:

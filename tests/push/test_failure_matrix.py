@@ -28,7 +28,7 @@ from bytecheckpoint.inference.push import Engine, HttpEngine, NativeEngine, Push
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
-SAMPLE = 12
+SAMPLE = 8
 DEADLINE_S = 10.0
 OPTIONS: dict[str, dict[str, Any]] = {
     "double": {},

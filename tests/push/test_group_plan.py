@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.inference.layouts.parts import Part
 from bytecheckpoint.inference.push.layout import Layout, Waves, Write, align
@@ -80,13 +81,13 @@ def worlds(draw: st.DrawFn) -> World:
     return World(senders, chunks, slots)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(worlds())
 def test_all_members_finish(world: World) -> None:
     world.run()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(worlds())
 def test_each_chunk_arrives_once_from_its_sender(world: World) -> None:
     for target, receptions in enumerate(world.receptions):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.errors import MismatchError, PlanError
 from bytecheckpoint.inference.layouts.parts import Part
@@ -49,7 +50,7 @@ def _cases(draw: Any) -> tuple[tuple[int, ...], list[list[Part]], list[Holding],
     return shape, parts, [Holding(box, owners) for box, owners in held.items()], senders, chunk
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(_cases())
 def test_every_requested_element_is_written_once_by_a_holder(
     case: tuple[tuple[int, ...], list[list[Part]], list[Holding], int, int],
@@ -101,7 +102,7 @@ def _check(
             assert (found[part.box.slices()] == values[part.box.slices()]).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.integers(1, 7), max_size=4).flatmap(lambda shape: _box(tuple(shape))),
     st.sampled_from([1, 2, 4]),

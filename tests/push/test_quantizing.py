@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 from toy_blocks import reference
 
 from bytecheckpoint.errors import PlanError
@@ -118,7 +119,7 @@ def _cases(draw: Any) -> tuple[torch.Tensor, Blocks, list[list[Box]], list[list[
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(_cases())
 def test_any_sharding_gives_the_same_bits_as_one_process(
     case: tuple[torch.Tensor, Blocks, list[list[Box]], list[list[Box]], int],
@@ -234,7 +235,7 @@ def test_nan_stays_nan() -> None:
     assert (out.float()[0:2, 3:] == 448).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 300), st.integers(1, 700), st.integers(1, 500), st.integers(1, 1 << 16))
 def test_rows_are_cut_between_blocks(begin: int, rows: int, columns: int, limit: int) -> None:
     box = Box((begin, 3), (rows, columns))

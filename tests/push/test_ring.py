@@ -15,6 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leak_watch import threads_left
+from sampling import examples
 
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from bytecheckpoint.inference.layouts.parts import Part
@@ -114,7 +115,7 @@ def test_a_chunk_that_does_not_fit() -> None:
     assert _ring_of(_layout([10, 300]), 320).slots == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=24),
     limit=st.integers(320, 2000),

@@ -17,10 +17,9 @@ pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
 import vllm_pushes
-from sampling import long_vllm
 from vllm_pushes import ENVIRONMENT, made, reference_tokens
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, long_vllm("async")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(2, of="engines of vLLM")]
 
 
 def _serves(seed: int) -> list[Any]:

@@ -13,13 +13,12 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-from sampling import long_vllm
 from vllm_loras import store
 from vllm_pushes import made, reference_tokens, run_pushes
 
 import bytecheckpoint as bcp
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, long_vllm("parallel")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(2, of="engines of vLLM")]
 
 _RING = 100_000  # bytes that a worker may take: a few chunks
 _EXTENSION = {"worker_extension_cls": "vllm_fault.FaultyWorkers"}

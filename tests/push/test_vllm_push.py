@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-from sampling import sample
 from vllm_pushes import made, reference_tokens, run_pushes
 
 import bytecheckpoint as bcp
@@ -28,8 +27,9 @@ def _run(folder: Path, kind: str, steps: list[Any], *, transfer: str = "extensio
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp", "pushes"), sample([("llama", 1, 10), ("llama", 2, 3), ("qwen2", 1, 3), ("mixtral", 2, 3)], 2)
+    ("kind", "tp", "pushes"), [("llama", 1, 10), ("llama", 2, 3), ("qwen2", 1, 3), ("mixtral", 2, 3)]
 )
+@pytest.mark.sampled(1)
 def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int) -> None:
     steps: list[Any] = [["generate"]]
     for seed in range(1, pushes + 1):
@@ -78,6 +78,7 @@ def test_failures_leave_the_old_version(tmp_path: Path) -> None:
     assert "serves version 2" in found[10]["message"]
 
 
+@pytest.mark.sampled(2, of="engines of vLLM")
 def test_reloads_and_sleep_between_pushes(tmp_path: Path) -> None:
     """From a checkpoint, which a reload and the rollback of the first push read again. On CPUs, vLLM only pretends to
     sleep."""
@@ -102,6 +103,7 @@ def test_reloads_and_sleep_between_pushes(tmp_path: Path) -> None:
     assert not [result for result in found[2:] if isinstance(result, dict) and "error" in result]
 
 
+@pytest.mark.sampled(2, of="engines of vLLM")
 def test_by_its_own_weight_transfer_and_its_draft_model(tmp_path: Path) -> None:
     """At two workers, see test_vllm_server. A draft model is no good but for the tokens of its own weights."""
     steps: list[Any] = []

@@ -111,6 +111,7 @@ def _uncovered(model: VllmModel, table: Table) -> list[str]:
 
 @pytest.mark.parametrize("at", _RANKS, ids=lambda at: f"tp{at.tp}-rank{at.rank}")
 @pytest.mark.parametrize("kind", list(_MODELS))
+@pytest.mark.sampled(2)
 def test_requests_match_a_quantized_checkpoint(tmp_path: Path, kind: str, at: EngineRank) -> None:
     wide = _MODELS[kind]
     quantized = wide | {"quantization_config": _FP8}
@@ -123,6 +124,7 @@ def test_requests_match_a_quantized_checkpoint(tmp_path: Path, kind: str, at: En
 
 
 @pytest.mark.parametrize("at", _RANKS, ids=lambda at: f"tp{at.tp}-rank{at.rank}")
+@pytest.mark.sampled(1)
 def test_experts_as_transformers_has_them(tmp_path: Path, at: EngineRank) -> None:
     """Those of a layer as one tensor, whose blocks are cut with it."""
     state = made("qwen3_moe", 0).state_dict()
@@ -169,6 +171,7 @@ def test_scales_of_whole_tensors_are_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="runs an 8-bit kernel, which vLLM has only for CPUs with AMX"
 )
+@pytest.mark.sampled(2, of="engines of vLLM")
 def test_a_push_is_as_loading_a_quantised_checkpoint(tmp_path: Path) -> None:
     """Started from one of seed 1: a push of seed 2 changes everything, and one of seed 1 gives what was loaded."""
     _quantized_checkpoint(tmp_path)

@@ -20,7 +20,12 @@ from vllm_pushes import ENVIRONMENT, PROMPTS, made, reference_tokens
 
 from bytecheckpoint.inference.push import NativeEngine, Pusher, RpcEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the warnings are Ray's own
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.sampled(2, of="engines of vLLM"),
+    pytest.mark.filterwarnings("ignore"),
+]  # the warnings are Ray's own
 
 
 @pytest.fixture

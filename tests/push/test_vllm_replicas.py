@@ -16,7 +16,6 @@ pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
 from join_probes import until
-from sampling import long_vllm
 from vllm_pushes import made, reference_tokens
 from vllm_server import ask_server, serving, tokens_of
 
@@ -25,7 +24,7 @@ from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push import HttpEngine, NativeEngine, Pusher
 from bytecheckpoint.testing.ranks import RankPool
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, long_vllm("replicas")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(2, of="engines of vLLM")]
 
 _REPLICAS = 2
 

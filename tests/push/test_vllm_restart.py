@@ -16,7 +16,6 @@ from bytecheckpoint.testing import time_limit
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-from sampling import long_vllm
 from vllm_pushes import made, reference_tokens
 from vllm_server import serving, tokens_of
 
@@ -24,7 +23,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.inference.push.engines.base import ask
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, long_vllm("restart")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(2, of="engines of vLLM")]
 
 _ABSENT = "http://127.0.0.1:9"
 

@@ -84,6 +84,7 @@ def test_the_command_and_the_version(server: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pause", ["keep", "abort"])
+@pytest.mark.sampled(1)
 def test_by_its_own_weight_transfer(server: str, pause: Any) -> None:
     seed = {"keep": 5, "abort": 6}[pause]
     with Pusher(NativeEngine(HttpEngine(server, pause=pause)), deadline_s=time_limit(120)) as pusher:
@@ -138,6 +139,7 @@ def _end_in_apply(rank: int, world_size: int, url: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=str)
+@pytest.mark.sampled(1)
 def test_a_sender_that_ends_while_weight_transfer_applies(server: str, end: int) -> None:
     """vLLM allows one session of its transfer at a time, and that of a killed sender would stay open."""
     with Pusher(NativeEngine(HttpEngine(server)), deadline_s=time_limit(120)) as pusher:
@@ -175,6 +177,7 @@ def _digests(url: str) -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.sampled(2, of="engines of vLLM")
 def test_joins_of_other_layouts_while_an_engine_goes_on(server: str, tmp_path: Path) -> None:
     """The server, of two workers, gives to an engine of two pipeline stages and other weights, and gets others back."""
     with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher:

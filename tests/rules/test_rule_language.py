@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rule_cases import Array, random_trainer
+from sampling import examples
 
 from bytecheckpoint.rules import (
     Averaged,
@@ -250,7 +251,7 @@ def test_the_inverse_of_a_map_restores_names_and_tensors(case: str) -> None:
     assert rules.inverse().inverse() == rules
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.sampled_from(SEGMENTS[:6]), min_size=1, max_size=4), st.randoms(use_true_random=False), st.data())
 def test_renames_are_inverted(segments: list[str], rng: Any, data: st.DataObject) -> None:
     """Any rename that is accepted has an inverse, which restores every name that matches."""

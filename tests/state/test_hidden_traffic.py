@@ -77,6 +77,7 @@ def _save(rank: int, world_size: int, layout: str, path: str, background: bool) 
         "fsdp2-tp-4",
     ],
 )
+@pytest.mark.sampled(4)
 def test_no_collective_runs(layout: str, background: bool, rank_pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     for counts in rank_pool.run(_save, layout, path, background, world_size=LAYOUTS[layout].world_size):

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leak_watch import open_descriptors
+from sampling import examples
 
 from benchmarks.page_cache import evict, resident
 from bytecheckpoint.errors import StorageError, StorageFullError, UnsupportedURLError
@@ -110,7 +111,7 @@ _MISALIGNMENTS = st.one_of(st.sampled_from([0, 1, 64, 512, PAGE - 1]), st.intege
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     pieces=st.lists(st.tuples(_LENGTHS, _MISALIGNMENTS), min_size=1, max_size=6).filter(
         lambda pieces: sum(length for length, _ in pieces) <= len(_CONTENT)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.errors import StorageError, UnsupportedURLError
 from bytecheckpoint.storage_backends import StorageBackend, check_key, join, open_backend, registry
@@ -186,7 +187,7 @@ def test_join_agrees_with_keys() -> None:
 # Keys and pieces
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.text(alphabet=st.sampled_from("ab./\\\0\n\x7f\ud800é"), max_size=12))
 def test_a_key_never_leaves_the_root(key: str) -> None:
     if not is_object_key(key):
@@ -198,7 +199,7 @@ def test_a_key_never_leaves_the_root(key: str) -> None:
     assert str(Path("/root", key)) == "/root/" + key
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(-2, 42), st.integers(0, 12)), max_size=12))
 def test_piece_map_is_a_set_of_bytes(size: int, pieces: list[tuple[int, int]]) -> None:
     written: set[int] = set()

@@ -201,6 +201,7 @@ _SAVES: dict[str, tuple[Callable[[], Rule], str]] = {
 
 
 @pytest.mark.parametrize("case", _SAVES)
+@pytest.mark.sampled(12)
 def test_a_save(faults: Faults, case: str) -> None:
     make, error = _SAVES[case]
     faults.proxy.rule = make()
@@ -260,6 +261,7 @@ _LOADS: dict[str, tuple[Callable[[], Rule], str]] = {
 
 
 @pytest.mark.parametrize("case", _LOADS)
+@pytest.mark.sampled(6)
 def test_a_load(faults: Faults, case: str) -> None:
     make, error = _LOADS[case]
     faults.proxy.rule = make()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -37,18 +38,31 @@ def _commit_number() -> int:
     return int(found.stdout.strip(), 16)
 
 
-def sample(cases: Sequence[Case], count: int) -> list[Case]:
-    """Return ``count`` of the cases, in their order, or all of them in a full run."""
+def sample(cases: Sequence[Case], count: int, name: str = "") -> list[Case]:
+    """Return ``count`` of the cases, in their order, or all of them in a full run. Another name chooses others."""
     if is_full() or len(cases) <= count:
         return list(cases)
-    return [cases[number] for number in sorted(random.Random(seed()).sample(range(len(cases)), count))]
+    chosen = random.Random(f"{seed()} {name}").sample(range(len(cases)), count)
+    return [cases[number] for number in sorted(chosen)]
 
 
-_LONG_VLLM = ("async", "parallel", "replicas", "restart")
+def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests that only a full run runs, by their marks ``full`` and ``sampled``."""
+    if is_full():
+        return set()
+    left = {item for item in items if item.get_closest_marker("full") is not None}
+    groups: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    counts: dict[str, int] = {}
+    for item in items:
+        for mark in item.iter_markers("sampled"):
+            name = mark.kwargs.get("of") or item.nodeid.partition("[")[0]
+            groups[name].append(item)
+            counts[name] = mark.args[0]
+    for name, cases in groups.items():
+        left.update(set(cases).difference(sample(cases, counts[name], name)))
+    return left
 
 
-def long_vllm(name: str) -> pytest.MarkDecorator:
-    """Skip a long module of tests with vLLM unless it is the one that this run has drawn."""
-    return pytest.mark.skipif(
-        name not in sample(_LONG_VLLM, 1), reason="other runs test this module; BCP_TEST_FULL=1 tests all"
-    )
+def examples(count: int) -> int:
+    """Return how many examples of a property a run draws: ``count`` in a full run, a quarter otherwise."""
+    return count if is_full() else max(10, count // 4)

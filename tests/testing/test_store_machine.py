@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from sampling import examples
 from typing_extensions import Buffer
 
 from bytecheckpoint.storage_backends import ObjectStat
@@ -55,7 +56,7 @@ def test_the_machine_finds_a_faulty_store(faulty: type[MemoryBackend]) -> None:
 
     # Without shrinking, which takes a minute.
     thorough = settings(
-        max_examples=200,
+        max_examples=examples(200),
         phases=[Phase.generate],
         deadline=None,
         database=None,

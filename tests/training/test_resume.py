@@ -56,6 +56,7 @@ def _run(pool: RankPool, fn, layout: str, path: Path, **options: bool | float) -
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value) or "dropout",
 )
+@pytest.mark.sampled(2)
 def test_the_same_layout_resumes_bit_equal(
     layout: str, options: dict[str, bool], pool: RankPool, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ CHAINS = [
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids="->".join)
+@pytest.mark.sampled(2)
 def test_another_layout_resumes_within_rounding(chain: tuple[str, str, str], pool: RankPool, tmp_path: Path) -> None:
     first, *others = chain
     whole = _mean(_run(pool, _uninterrupted, first, tmp_path / "checkpoint", dropout=0.0), first)

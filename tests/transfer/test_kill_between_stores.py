@@ -162,6 +162,7 @@ def test_a_kill_after_the_commit(between: Between) -> None:
     between.check_equal()
 
 
+@pytest.mark.sampled(2, of="what follows the kill of a copy")
 def test_the_uploads_were_ended(between: Between) -> None:
     """By ``bcp rm --incomplete``: the copy begins again."""
     assert between.kill_in_a_part() <= pending_ids(between.bucket, between.s3)
@@ -176,6 +177,7 @@ def test_the_uploads_were_ended(between: Between) -> None:
     between.check_equal()
 
 
+@pytest.mark.sampled(2, of="what follows the kill of a copy")
 def test_the_source_is_damaged_after_a_kill(between: Between) -> None:
     """Nothing remains at the target, and no damaged byte is stored."""
     assert between.kill_in_a_part()
@@ -189,6 +191,7 @@ def test_the_source_is_damaged_after_a_kill(between: Between) -> None:
     assert [*between.journals.iterdir()] == []
 
 
+@pytest.mark.sampled(2, of="what follows the kill of a copy")
 def test_another_checkpoint_is_saved_after_a_kill(between: Between) -> None:
     """The uploads of the first one are ended, and its files removed."""
     assert between.kill_in_a_part()
@@ -197,6 +200,7 @@ def test_another_checkpoint_is_saved_after_a_kill(between: Between) -> None:
     between.check_equal()
 
 
+@pytest.mark.sampled(2, of="what follows the kill of a copy")
 def test_another_process_makes_the_copy(between: Between) -> None:
     """It is refused, and does not disturb the first one."""
     between.start_held()
@@ -210,6 +214,7 @@ def test_another_process_makes_the_copy(between: Between) -> None:
     between.check_equal()
 
 
+@pytest.mark.sampled(2, of="what follows the kill of a copy")
 def test_another_journal_has_completed_the_copy(between: Between, tmp_path: Path) -> None:
     """Another user, or through another endpoint. The first journal ends its uploads, which cost money."""
     begun = between.kill_in_a_part()

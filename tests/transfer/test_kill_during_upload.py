@@ -100,6 +100,7 @@ def _kill_in_a_part(source: Path, url: str, options: list[str], proxy: FaultProx
     processes.kill(pid)
 
 
+@pytest.mark.sampled(1, of="what follows the kill of an upload")
 def test_a_kill_before_the_id_of_the_upload_is_known(
     source: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any], bcp_processes: Launcher
 ) -> None:
@@ -124,6 +125,7 @@ def test_a_kill_before_the_id_of_the_upload_is_known(
     assert bcp.open(url, storage_options=s3).verify().ok
 
 
+@pytest.mark.sampled(1, of="what follows the kill of an upload")
 def test_the_store_has_dropped_the_upload(
     source: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any], bcp_processes: Launcher
 ) -> None:
@@ -140,6 +142,7 @@ def test_the_store_has_dropped_the_upload(
     assert bcp.open(url, storage_options=s3).verify().ok
 
 
+@pytest.mark.sampled(1, of="what follows the kill of an upload")
 def test_damage_after_a_kill_ends_the_upload(
     source: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any], bcp_processes: Launcher
 ) -> None:

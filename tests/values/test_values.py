@@ -23,6 +23,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.errors import FormatError, StateError, UnserializableError
 from bytecheckpoint.format.values import (
@@ -114,7 +115,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 def test_round_trip_is_exact(value: Any) -> None:
     data = encode_value(value, "v")
     back = decode_value(data)
@@ -341,7 +342,7 @@ def decode_or_refuse(decode: Callable[[bytes], Any], data: bytes) -> None:
 
 
 @given(VALUES, st.integers(0, 2**16), st.integers(0, 255), st.integers(0, 2**16))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_mutated_bytes_are_a_value_or_a_format_error(value: Any, at: int, byte: int, cut: int) -> None:
     data = bytearray(encode_value(value, "v"))
     data[at % len(data)] = byte
@@ -350,14 +351,14 @@ def test_mutated_bytes_are_a_value_or_a_format_error(value: Any, at: int, byte: 
 
 
 @given(st.binary(max_size=60))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_random_bytes_are_a_value_or_a_format_error(data: bytes) -> None:
     for decode in (decode_value, decode_path, decode_values_file):
         decode_or_refuse(decode, data)
 
 
 @given(st.lists(st.text() | st.integers(-(2**63), 2**64 - 1), max_size=4).map(tuple))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_path_round_trip(path: Any) -> None:
     assert same(decode_path(encode_path(path)), path)
 
