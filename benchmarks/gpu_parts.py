@@ -147,7 +147,7 @@ def library(training: Training, timer: Timer, folder: str) -> None:
     usual = training.step()
     training.sync()
     begin = time.perf_counter()
-    handle = bcp.save(paths[1], training.state, async_save=True, gate=True)
+    handle = bcp.save(paths[1], training.state, async_save=True, options=bcp.SaveOptions(gate=True))
     stall = time.perf_counter() - begin
     timer.add("bytecheckpoint: stall, gated", stall + max(0.0, training.step() - usual))
     handle.result()

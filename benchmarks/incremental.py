@@ -75,7 +75,9 @@ def measure(nbytes: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
         def save(base: str | None, *, use_async: bool = False) -> int:
             number = sum(1 for _ in folder.iterdir())
             path = folder / f"step-{number}"
-            handle = checkpointer.save(path, state, step=number, base=base, async_save=use_async)
+            handle = checkpointer.save(
+                path, state, step=number, async_save=use_async, options=bcp.SaveOptions(base=base)
+            )
             return handle.result().bytes_written
 
         save("auto")

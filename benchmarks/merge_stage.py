@@ -58,7 +58,9 @@ class _Merging(Contestant):
         self._stages: Mapping[str, float] = {}
 
     def save(self, path: str, state: Any) -> Pending | None:
-        handle = self._checkpointer.save(path, state.sections, layout=self._layout, async_save=True)
+        handle = self._checkpointer.save(
+            path, state.sections, async_save=True, options=bcp.SaveOptions(layout=self._layout)
+        )
         self._stages = handle.timings.seconds
         return Pending(handle.result)
 

@@ -26,7 +26,7 @@ from bytecheckpoint.planners import OWN_BOXES, WHOLE, Assignment, ContentChecks,
 from bytecheckpoint.runtime.gc_pause import paused
 from bytecheckpoint.save.agreement import RankSummary, pack_parts, unpack_parts
 from bytecheckpoint.save.local_state import Listing, LocalState
-from bytecheckpoint.save.options import SaveOptions
+from bytecheckpoint.save.options import SaveRequest
 from bytecheckpoint.save.planning import PlanNegotiation
 from bytecheckpoint.save.record import Confirmations, build_manifest
 from bytecheckpoint.save.replicas import DeclaredReplicas
@@ -191,7 +191,7 @@ def _local(sources: dict[str, SectionSource], rank: int, ranks: int) -> LocalSta
     kinds = {"model": "module", "optimizer": "optimizer", "rng": "stateful"}
     adapters = {name: SimpleNamespace(name=kinds[name], kind=kinds[name]) for name in sources}
     sections: Any = [SimpleNamespace(name=name, adapter=adapters[name]) for name in sources]
-    return LocalState(sections, sources, rank=rank, world_size=ranks, options=SaveOptions())
+    return LocalState(sections, sources, rank=rank, world_size=ranks, options=SaveRequest())
 
 
 def _by_kind(world: World, make: Any) -> list[Any]:

@@ -17,15 +17,18 @@ from .version import VERSION as __version__
 from . import errors
 from .api import latest, load, open, save, warmup, watch
 from .checkpoint.checkpoint import Checkpoint, VerifyReport
+from .checkpoint.location import Location, Tier
 from .checkpoint.stored_tensor import StoredTensor
 from .checkpointer import Checkpointer
 from .frameworks.data_loader import DataLoaderState
 from .frameworks.per_rank import PerRank
 from .frameworks.registry import register_adapter
 from .frameworks.rng import RNGState
+from .load.options import LoadOptions
 from .load.report import LoadReport
-from .manager import Cadence, Callbacks, CheckpointManager, ExceptionSave, Preemption, Retention
+from .manager import Cadence, Callbacks, CheckpointManager, ExceptionSave, JobOptions, Preemption, Retention
 from .save.handle import SaveHandle, SaveProgress, SaveResult
+from .save.options import SaveOptions
 from .telemetry.trace import Timings
 from .telemetry.trace_files import TraceFiles
 
@@ -40,15 +43,20 @@ __all__ = [
     "Checkpointer",
     "DataLoaderState",
     "ExceptionSave",
+    "JobOptions",
+    "LoadOptions",
     "LoadReport",
+    "Location",
     "PerRank",
     "Preemption",
     "RNGState",
     "Retention",
     "SaveHandle",
+    "SaveOptions",
     "SaveProgress",
     "SaveResult",
     "StoredTensor",
+    "Tier",
     "Timings",
     "TraceFiles",
     "VerifyReport",

@@ -31,7 +31,6 @@ Builtin base classes are in parentheses: ``except FileNotFoundError`` also catch
     │   ├── AccessDeniedError (PermissionError)   no permission, or the storage is read-only
     │   └── UnsupportedURLError (ValueError)      no backend serves this URL scheme
     ├── RootInUseError                  another job saves below this root
-    ├── SaveSkippedError                the save would have had to wait, and when_busy="skip" was set
     ├── SavePendingError (TimeoutError) SaveHandle.result(timeout) timed out; the save continues
     ├── CommitUnknownError              the checkpoint may or may not be committed; read it before you retry
     └── ControlError                    the ranks could not work together
@@ -81,7 +80,6 @@ __all__ = [
     "RootInUseError",
     "RuleError",
     "SavePendingError",
-    "SaveSkippedError",
     "StateError",
     "StorageError",
     "StorageFullError",
@@ -305,10 +303,6 @@ class UnsupportedURLError(StorageError, ValueError):
 
 class RootInUseError(BytecheckpointError):
     """Another job holds the lease of this root, or took it over; the message contains job, host and process."""
-
-
-class SaveSkippedError(BytecheckpointError):
-    """A save with ``when_busy="skip"`` was not made: some rank would have had to wait for staging memory."""
 
 
 class SavePendingError(BytecheckpointError, TimeoutError):

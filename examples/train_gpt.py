@@ -164,7 +164,9 @@ def managed(args: argparse.Namespace) -> AbstractContextManager[bcp.CheckpointMa
     if args.no_save:
         return nullcontext()
     # Steps of this model take a tenth of a second: coordinate often enough to exit within a few steps.
-    return bcp.CheckpointManager(args.root, cadence=args.save_every, keep=args.keep_last, coordinate_every_s=0.25)
+    return bcp.CheckpointManager(
+        args.root, cadence=args.save_every, keep=args.keep_last, job=bcp.JobOptions(coordinate_every_s=0.25)
+    )
 
 
 def resume(job: Job, manager: bcp.CheckpointManager, journal: Journal) -> None:

@@ -30,7 +30,7 @@ class Library(Contestant):
         return Pending(handle.result) if self._background else None
 
     def load(self, path: str, state: Any) -> None:
-        report = self._checkpointer.load(path, state.sections, verify=self._verify)
+        report = self._checkpointer.load(path, state.sections, options=bcp.LoadOptions(verify=self._verify))
         self._stages = report.timings.seconds
 
     def warm_up(self, state: Any) -> None:
@@ -57,7 +57,7 @@ class Gated(Library):
     def save(self, path: str, state: Any) -> Pending | None:
         if self._objects is None:
             self._objects = _objects(state) if isinstance(state.sections["model"], dict) else state.sections
-        handle = self._checkpointer.save(path, self._objects, async_save=True, gate=True)
+        handle = self._checkpointer.save(path, self._objects, async_save=True, options=bcp.SaveOptions(gate=True))
         self._stages = handle.timings.seconds
         return Pending(handle.result, gate=handle.wait_staged)
 

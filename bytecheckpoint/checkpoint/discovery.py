@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..errors import (
     CheckpointError,
@@ -26,9 +25,10 @@ from ..errors import (
 )
 from ..format.manifest import MANIFEST_KEY, PARENT, Manifest, split_reference
 from ..runtime.limits import DEFAULT_DEADLINE_S
-from ..storage_backends import join, open_backend, open_sibling
+from ..storage_backends import open_sibling
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
+from .location import Location
 from .manifest_file import read_manifest
 from .nearest import open_nearest
 from .references import holds_only_pinned, older_attempts, pins_of
@@ -86,12 +86,11 @@ class CompleteCheckpoint:
 
 
 def find_newest(
-    root: str | os.PathLike[str],
+    root: Location,
     *,
     excluding: Container[str] = (),
     allow_fresh: bool = False,
     deadline_s: float = DEFAULT_DEADLINE_S,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> CompleteCheckpoint | None:
     """Return the complete checkpoint with the highest step among the direct children of ``root``.
 
@@ -104,7 +103,6 @@ def find_newest(
         excluding: Names of children that the caller found to be damaged.
         allow_fresh: Return None, instead of raising, if saves left traces but no complete checkpoint.
         deadline_s: How long one request to the store may take, in seconds.
-        storage_options: Options for the storage backend.
 
     Returns:
         The checkpoint, or None if nothing was ever saved below ``root``.
@@ -115,8 +113,7 @@ def find_newest(
         UnsupportedVersionError: A newer library wrote the newest checkpoint.
         StorageError: The store failed.
     """
-    options = dict(storage_options or {})
-    top = open_nearest(root, options, deadline_s)
+    top = open_nearest(root, deadline_s)
     complete: list[CompleteCheckpoint] = []
     ignored: list[CompleteCheckpoint] = []
     problems: list[str] = []
@@ -127,7 +124,7 @@ def find_newest(
             problems.append(f"{name}: loading it failed before")
             continue
         try:
-            found = open_complete(top, name, options)
+            found = open_complete(root, name, deadline_s)
             (ignored if is_exception_save(found.manifest) else complete).append(found)
         except CheckpointNotFoundError:
             continue  # removed after it was listed
@@ -154,12 +151,11 @@ def find_newest(
 
 
 def find_best(
-    root: str | os.PathLike[str],
+    root: Location,
     metric: str,
     mode: BestMode,
     *,
     deadline_s: float = DEFAULT_DEADLINE_S,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> CompleteCheckpoint | None:
     """Return the complete checkpoint with the lowest or highest ``metric`` among the direct children of ``root``.
 
@@ -168,21 +164,20 @@ def find_best(
     sign = 1.0 if mode == "min" else -1.0
     found = [
         (value, one)
-        for one in _all_complete(root, deadline_s, storage_options)
+        for one in _all_complete(root, deadline_s)
         if (value := metric_of(one.manifest, metric)) is not None
     ]
     return min(found, key=lambda pair: (sign * pair[0], -pair[1].step), default=(0.0, None))[1]
 
 
 def find_milestone(
-    root: str | os.PathLike[str],
+    root: Location,
     name: str,
     *,
     deadline_s: float = DEFAULT_DEADLINE_S,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> CompleteCheckpoint | None:
     """Return the complete checkpoint that was saved as this milestone; of several, that of the latest step."""
-    found = [one for one in _all_complete(root, deadline_s, storage_options) if one.milestone == name]
+    found = [one for one in _all_complete(root, deadline_s) if one.milestone == name]
     return max(found, key=lambda one: one.step, default=None)
 
 
@@ -207,17 +202,14 @@ def is_exception_save(manifest: Manifest) -> bool:
     return isinstance(manifest.metadata.get(EXCEPTION_KEY), Mapping)
 
 
-def _all_complete(
-    root: str | os.PathLike[str], deadline_s: float, storage_options: Mapping[str, Any] | None
-) -> Iterator[CompleteCheckpoint]:
-    options = dict(storage_options or {})
-    top = open_nearest(root, options, deadline_s)
+def _all_complete(root: Location, deadline_s: float) -> Iterator[CompleteCheckpoint]:
+    top = open_nearest(root, deadline_s)
     names = list(_children(top))
     if not names:
         check_is_root(top)
     for name in names:
         try:
-            found = open_complete(top, name, options)
+            found = open_complete(root, name, deadline_s)
             if not is_exception_save(found.manifest):
                 yield found
         except (CheckpointNotFoundError, NotACheckpointError):
@@ -226,12 +218,12 @@ def _all_complete(
             _log.warning("skipped an invalid checkpoint: %s", error)
 
 
-def open_complete(root: StorageBackend, name: str, options: Mapping[str, Any]) -> CompleteCheckpoint:
-    """Open a checkpoint below ``root``, which was opened with the same options.
+def open_complete(root: Location, name: str, deadline_s: float) -> CompleteCheckpoint:
+    """Open the checkpoint of this name below ``root``.
 
     Raises ``CheckpointError`` unless it is complete.
     """
-    backend = open_nearest(join(root.url, name), options, root.deadline_s)
+    backend = open_nearest(root.join(name), deadline_s)
     manifest = read_manifest(backend)
     _check_files_complete(backend, manifest)
     return CompleteCheckpoint(name, backend, manifest)
@@ -336,20 +328,20 @@ class Listing:
     size: int = 0
 
 
-def list_checkpoints(root: str, *, depth: int = 1, storage_options: Mapping[str, Any] | None = None) -> list[Listing]:
+def list_checkpoints(root: Location, *, depth: int = 1) -> list[Listing]:
     """List ``root`` and the folders up to ``depth`` levels below it, ordered by step and name.
 
     Does not descend into checkpoints, and reads manifests only. Raises ``CheckpointNotFoundError`` if nothing is
     stored at ``root``, and ``StorageError``.
     """
-    found = list(_list_folder(root, ".", depth, dict(storage_options or {})))
+    found = list(_list_folder(root, ".", depth))
     if not found:
         raise CheckpointNotFoundError(f"nothing is stored at {root}; check the path")
     return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.name))
 
 
-def _list_folder(url: str, name: str, depth: int, options: dict[str, Any]) -> Iterator[Listing]:
-    backend = open_backend(url, **options)
+def _list_folder(root: Location, name: str, depth: int) -> Iterator[Listing]:
+    backend = root.open()
     children = backend.list_children("")
     attempts = [child.rstrip("/") for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")]
     folders = [child[:-1] for child in children if child.endswith("/") and child[:-1] not in attempts]
@@ -372,7 +364,7 @@ def _list_folder(url: str, name: str, depth: int, options: dict[str, Any]) -> It
         return
     for folder in folders:
         child = folder if name == "." else f"{name}/{folder}"
-        yield from _list_folder(join(url, folder), child, depth - 1, options)
+        yield from _list_folder(root.join(folder), child, depth - 1)
 
 
 def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str], older: Container[str]) -> Listing:

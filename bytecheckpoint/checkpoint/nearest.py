@@ -14,7 +14,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -28,24 +27,20 @@ from ..storage_backends.base import Conditions, ObjectReader
 from ..storage_backends.keys import TEMPORARY_PREFIX
 from ..storage_backends.local.backend import LocalBackend
 from .attempts import ATTEMPT_PREFIX
+from .location import Location, Silence
 from .manifest_file import decode_manifest
 
 __all__ = [
     "JOURNAL_PREFIX",
     "NearestBackend",
-    "is_store_silent",
-    "note_silent_store",
     "open_nearest",
     "open_staging",
-    "with_staging",
 ]
 
 JOURNAL_PREFIX = TEMPORARY_PREFIX + "transfer-"
 """The prefix of the names of journals; that of an upload goes on with ``to-``."""
 
 _LEAST_S = 0.5
-
-_STAGING = "bytecheckpoint.staging"  # the storage option that ``with_staging`` adds
 
 _T = TypeVar("_T")
 
@@ -62,7 +57,7 @@ def open_staging(staging: str | os.PathLike[str], store: StorageBackend) -> Loca
     """
     root = open_backend(staging)
     if not isinstance(root, LocalBackend):
-        raise UsageError(f"staging must be a local folder, not {root.display_url}")
+        raise UsageError(f"a tier must be a local folder, not {root.display_url}")
     scheme, _, path = store.display_url.replace(HIDDEN_PASSWORD, "").rpartition("://")
     parts = [part for part in path.split("/") if part not in ("", ".", "..")]
     endpoint = re.sub(r"[^\w.-]+", "-", urlsplit(_endpoint(store.options)).netloc.rpartition("@")[2])
@@ -74,51 +69,22 @@ def _endpoint(options: Mapping[str, Any]) -> str:
     return str(options.get("endpoint_url") or (options.get("client_kwargs") or {}).get("endpoint_url") or "")
 
 
-@dataclass
-class _Staging:
-    """The value of the storage option. Backends that are opened with it share what they learn about the store."""
+def open_nearest(location: Location, deadline_s: float = DEFAULT_DEADLINE_S) -> StorageBackend:
+    """Return the backend of a location, for reading: with a tier, it prefers the copies there.
 
-    path: str
-    is_silent: bool = False  # whether the store did not answer when it was last asked
-
-
-def with_staging(options: Mapping[str, Any], staging: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return storage options with which ``open_nearest`` prefers copies in the folder ``staging``, if it is given.
-
-    Of several backends that are opened with them, only the first one waits long for a store that does not answer.
+    Of several backends of one location and what is below it, only the first one waits long for a silent store.
     """
-    return dict(options) if staging is None else {**options, _STAGING: _Staging(os.fspath(staging))}
-
-
-def is_store_silent(options: Mapping[str, Any]) -> bool:
-    """Return whether the store did not answer when a backend with these options of ``with_staging`` last asked it."""
-    staging = options.get(_STAGING)
-    return staging is not None and staging.is_silent
-
-
-def note_silent_store(options: Mapping[str, Any]) -> None:
-    """Note that the store has not answered another rank: what is opened with these options does not wait long."""
-    if _STAGING in options:
-        options[_STAGING].is_silent = True
-
-
-def open_nearest(
-    url: str | os.PathLike[str], options: Mapping[str, Any], deadline_s: float = DEFAULT_DEADLINE_S
-) -> StorageBackend:
-    """Return the backend of ``url``, for reading, with options that ``with_staging`` may have made."""
-    options = dict(options)
-    staging = options.pop(_STAGING, None)
-    store = open_backend(url, **options)
-    store.deadline_s = deadline_s
-    return store if staging is None else NearestBackend(open_staging(staging.path, store), store, staging)
+    store = location.open(deadline_s)
+    tier = location.tier
+    return store if tier is None else NearestBackend(open_staging(tier.path, store), store, location.silence)
 
 
 class NearestBackend(StorageBackend):
     """Reads data files in ``near`` where they are there, and everything else in ``far``. Writes nothing to ``near``."""
 
-    def __init__(self, near: LocalBackend, far: StorageBackend, staging: _Staging) -> None:
+    def __init__(self, near: LocalBackend, far: StorageBackend, silence: Silence) -> None:
         self._near, self._far, self.options = near, far, far.options
-        self._staging = staging
+        self._silence = silence
         self.is_remote, self.read_size, self.atomic_writer = far.is_remote, far.read_size, far.atomic_writer
         self._lock = threading.Lock()
         self._here: set[str] = set()  # data files that were read in near
@@ -243,13 +209,13 @@ class NearestBackend(StorageBackend):
     def _asking(self) -> Iterator[None]:
         """Ask the store what the copies here can answer too. If it did not answer before, do not wait long."""
         deadline_s = self._far.deadline_s
-        if self._staging.is_silent:
+        if self._silence.is_silent:
             self._far.deadline_s = min(_LEAST_S, deadline_s)
-        self._staging.is_silent = False
+        self._silence.is_silent = False
         try:
             yield
         except StorageError as error:
-            self._staging.is_silent = error.is_late
+            self._silence.is_silent = error.is_late
             raise
         finally:
             self._far.deadline_s = deadline_s

@@ -10,10 +10,10 @@ from typing import Any
 
 from ..errors import CheckpointError, UnsupportedVersionError
 from ..runtime.arguments import check_arguments
-from ..storage_backends import open_backend
 from ..storage_backends.base import StorageBackend
 from .checkpoint import Checkpoint
 from .discovery import CompleteCheckpoint, check_is_root, committed_names, is_exception_save, open_complete
+from .location import Location
 
 __all__ = ["watch"]
 
@@ -21,32 +21,31 @@ _log = logging.getLogger(__name__)
 
 
 def watch(
-    root: str,
+    root: Location,
     opened: Callable[[CompleteCheckpoint], Checkpoint],
     *,
     poll_s: float,
     timeout_s: float | None,
     stop: Callable[[], bool],
     include_existing: bool,
-    storage_options: Mapping[str, Any] | None,
 ) -> Iterator[Checkpoint]:
     """See ``Checkpointer.watch``. ``opened`` opens what was found."""
-    options = check_arguments({"poll_s": poll_s, "timeout_s": timeout_s, "storage_options": storage_options})
-    backend = open_backend(root, **options["storage_options"])
+    options = check_arguments({"poll_s": poll_s, "timeout_s": timeout_s})
+    backend = root.open()
     check_is_root(backend)
     seen = set() if include_existing else committed_names(backend)
-    return (opened(one) for one in _new_checkpoints(backend, seen, options, stop))
+    return (opened(one) for one in _new_checkpoints(root, backend, seen, options, stop))
 
 
 def _new_checkpoints(
-    root: StorageBackend, seen: set[str], options: Mapping[str, Any], stop: Callable[[], bool]
+    root: Location, backend: StorageBackend, seen: set[str], options: Mapping[str, Any], stop: Callable[[], bool]
 ) -> Iterator[CompleteCheckpoint]:
     timeout_s, never = options["timeout_s"], threading.Event()
     last = time.monotonic()
     while not stop():
-        names = committed_names(root)
+        names = committed_names(backend)
         seen &= names  # a checkpoint that was removed and saved again is a new one
-        found = [one for name in names - seen if (one := _open(root, name, options)) is not None]
+        found = [one for name in names - seen if (one := _open(root, name, backend.deadline_s)) is not None]
         for one in sorted(found, key=lambda one: (one.step, one.name)):
             seen.add(one.name)
             if is_exception_save(one.manifest):
@@ -60,12 +59,12 @@ def _new_checkpoints(
         never.wait(options["poll_s"])
 
 
-def _open(root: StorageBackend, name: str, options: Mapping[str, Any]) -> CompleteCheckpoint | None:
+def _open(root: Location, name: str, deadline_s: float) -> CompleteCheckpoint | None:
     """The checkpoint, or None if it cannot be read yet or was removed; it is then tried again."""
     try:
-        return open_complete(root, name, options["storage_options"])
+        return open_complete(root, name, deadline_s)
     except UnsupportedVersionError:
         raise
     except CheckpointError as error:
-        _log.info("%s/%s is not read yet: %s", root.display_url, name, error)
+        _log.info("%s/%s is not read yet: %s", root, name, error)
         return None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 import click
 
 from .. import api
 from ..convert.average import average
-from .options import checked, command, options_for
+from .options import Locate, checked, command
 from .output import Output, size_text
 
 __all__ = ["average_command"]
@@ -34,7 +32,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--step", type=int, callback=checked, help="The training step to store.")
 def average_command(
     out: Output,
-    options: Mapping[str, Any],
+    at: Locate,
     sources: tuple[str, ...],
     target: str,
     weights: list[float] | None,
@@ -47,17 +45,16 @@ def average_command(
     Sums in float32 or float64 and rounds once to the stored dtype. Names, shapes, dtypes, plain values and integers
     must be equal; otherwise all differences are listed (exit code 1) and nothing is written.
     """
-    found = [api.open(source, storage_options=options_for(source, options)) for source in sources]
+    found = [api.open(at(source)) for source in sources]
     with out.progress("average", found[0].manifest.nbytes) as progress:
         report = average(
             found,
-            target,
+            at(target),
             weights=weights,
             sections=sections,
             exclude=exclude,
             step=step,
             progress=progress,
-            storage_options=options_for(target, options),
         )
     out.document({"sources": [one.url for one in found], **asdict(report)})
     copied = f", {report.copied} equal and copied" if report.copied else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import click
 from .. import api
 from ..convert.copy import CopyReport, copy, finish_upload, unfinished_uploads
 from ..errors import BytecheckpointError
-from .options import EXIT_INTERRUPTED, command, exit_code, options_for, parse_size
+from .options import EXIT_INTERRUPTED, Locate, command, exit_code, parse_size
 from .output import Output, printable, size_text
 
 __all__ = ["copy_command", "upload_command"]
@@ -35,22 +35,21 @@ _rate_limit = click.option(
     "else $XDG_STATE_HOME/bytecheckpoint/copies (~/.local/state/bytecheckpoint/copies).",
 )
 def copy_command(
-    out: Output, options: Mapping[str, Any], source: str, target: str, rate_limit: int | None, journal: str | None
+    out: Output, at: Locate, source: str, target: str, rate_limit: int | None, journal: str | None
 ) -> None:
     """Copy the checkpoint SOURCE to TARGET, on the same store or another.
 
     Every byte is verified before it is written. Run the same command again after a failure: it continues where the
     first one stopped.
     """
-    found = api.open(source, storage_options=options_for(source, options))
+    found = api.open(at(source))
     with _interruptible(), out.progress("copy", found.manifest.flattened().file_bytes) as progress:
         report = copy(
             found,
-            target,
+            at(target),
             rate_limit=rate_limit,
             progress=progress,
             journal=journal,
-            storage_options=options_for(target, options),
         )
     out.line(_described(report))
     out.document(_document(found.url, report))
@@ -60,27 +59,19 @@ def copy_command(
 @click.argument("root")
 @click.argument("destination", required=False)
 @_rate_limit
-def upload_command(
-    out: Output, options: Mapping[str, Any], root: str, destination: str | None, rate_limit: int | None
-) -> None:
+def upload_command(out: Output, at: Locate, root: str, destination: str | None, rate_limit: int | None) -> None:
     """Finish the uploads of checkpoints below the local directory ROOT that were interrupted.
 
-    These are copies to other stores that bcp copy has begun and not completed, and uploads of saves with a staging
-    folder. On several machines, run it on each. With DESTINATION, only those to this URL, or below it.
+    These are copies to other stores that bcp copy has begun and not completed, and uploads of saves with a
+    tier. On several machines, run it on each. With DESTINATION, only those to this URL, or below it.
     """
-    found = {} if destination is None else options_for(destination, options)
-    uploads = unfinished_uploads(root, destination, storage_options=found)
+    uploads = unfinished_uploads(root, None if destination is None else at(destination))
     done: list[dict[str, Any]] = []
     failures: list[BytecheckpointError] = []
     for upload in uploads:
         try:
             with _interruptible(), out.progress("upload", upload.size) as progress:
-                report = finish_upload(
-                    upload,
-                    rate_limit=rate_limit,
-                    progress=progress,
-                    storage_options=options_for(upload.url, options),
-                )
+                report = finish_upload(upload, at(upload.url), rate_limit=rate_limit, progress=progress)
             if report is None:
                 out.line(f"{upload.url}: nothing was uploaded")
                 report = CopyReport(upload.url, 0, 0, 0)

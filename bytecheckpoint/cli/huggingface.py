@@ -21,11 +21,11 @@ from ..convert.selection import Selection
 from ..errors import FormatError
 from ..foreign.safetensors_folder import SafetensorsFolder
 from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY
+from ..load.options import LoadOptions
 from ..rules import Rules
-from ..storage_backends import open_backend
 from ..tensors.metadata import BasicMeta
 from .configured import ConfiguredModel, is_supported
-from .options import checked, command, options_for, parse_size, rename_option, rules_options
+from .options import Locate, checked, command, parse_size, rename_option, rules_options
 from .output import Output, size_text
 from .torch_formats import TorchForm, export_for_torch
 
@@ -89,7 +89,7 @@ TiedNames = Literal["drop", "copy"]
 @click.option("--adapter", metavar="NAME", help="The adapter to export, if the model has several.")
 def export_command(
     out: Output,
-    options: Mapping[str, Any],
+    at: Locate,
     *,
     source: str,
     target: str,
@@ -115,7 +115,7 @@ def export_command(
     Streams in bounded memory. If a name is missing or unexpected, or has a different shape than in --expect or the
     model's config.json, nothing is written (exit code 1).
     """
-    found = api.open(source, rules=rules, storage_options=options_for(source, options))
+    found = api.open(at(source), options=LoadOptions(rules=rules))
     if form != "safetensors":
         if expect or partial or config_from or rename or tied != "drop" or how:
             raise click.UsageError(
@@ -124,20 +124,19 @@ def export_command(
         export_for_torch(
             out,
             found,
-            target,
+            at(target),
             form,
             max_file_size,
             section=section,
             cast=cast,
             exclude=exclude,
-            storage_options=options_for(target, options),
         )
         return
     section = section or "model"
     if config_from is None:
         related = kept_files(found)
     else:
-        related = related_files(open_backend(config_from, **options_for(config_from, options)))
+        related = related_files(at(config_from).open())
         if CONFIG_KEY not in related:
             raise click.BadParameter(f"{config_from} has no {CONFIG_KEY}", param_hint="--config-from")
     own_adapter_config = related.pop(ADAPTER_CONFIG_KEY, None)
@@ -151,7 +150,7 @@ def export_command(
     with out.progress("export", found.manifest.nbytes) as progress:
         report = export_safetensors(
             found,
-            target,
+            at(target),
             section=section,
             max_file_bytes=max_file_size,
             cast=cast,
@@ -163,7 +162,6 @@ def export_command(
             related=related,
             lora=lora,
             progress=progress,
-            storage_options=options_for(target, options),
         )
     files = [{"name": name, "bytes": size} for name, size in report.files]
     out.document({"source": found.url, **asdict(report), "files": files, "compared_with": gate.name})
@@ -184,7 +182,7 @@ def export_command(
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out full names that match. Repeatable.")
 def import_command(
     out: Output,
-    options: Mapping[str, Any],
+    at: Locate,
     source: str,
     target: str,
     section: str | None,
@@ -198,17 +196,16 @@ def import_command(
     SOURCE is a safetensors file, a folder with one such file or an index, a file of torch.save, or a folder of
     torch.distributed.checkpoint. Streams in bounded memory. Nothing in a pickle is executed.
     """
-    found = api.open(source, rules=rules, storage_options=options_for(source, options))
+    found = api.open(at(source), options=LoadOptions(rules=rules))
     with out.progress("import", found.manifest.nbytes) as progress:
         report = import_checkpoint(
             found,
-            target,
+            at(target),
             section=section,
             step=step,
             rename=rename,
             exclude=exclude,
             progress=progress,
-            storage_options=options_for(target, options),
         )
     out.document({"source": source, **asdict(report)})
     out.line(

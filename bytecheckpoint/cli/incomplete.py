@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import click
 
-from ..storage_backends import IncompleteUpload, open_backend
-from .options import EXIT_NEGATIVE, options_for
+from ..storage_backends import IncompleteUpload
+from .options import EXIT_NEGATIVE, Locate
 from .output import Output
 
 __all__ = ["list_incomplete", "remove_incomplete"]
 
 
-def list_incomplete(out: Output, options: Mapping[str, Any], root: str) -> None:
+def list_incomplete(out: Output, at: Locate, root: str) -> None:
     """List all uploads below ``root``."""
-    backend = open_backend(root, **options_for(root, options))
+    backend = at(root).open()
     found = [*backend.incomplete()]
     out.document({"root": backend.display_url, "uploads": [asdict(one) for one in found]})
     _print(out, found)
@@ -25,11 +24,9 @@ def list_incomplete(out: Output, options: Mapping[str, Any], root: str) -> None:
         out.line(f"{backend.display_url}: no incomplete uploads")
 
 
-def remove_incomplete(
-    out: Output, options: Mapping[str, Any], root: str, *, older_than_hours: float, yes: bool
-) -> None:
+def remove_incomplete(out: Output, at: Locate, root: str, *, older_than_hours: float, yes: bool) -> None:
     """End the uploads below ``root`` that are older, after showing them and asking."""
-    backend = open_backend(root, **options_for(root, options))
+    backend = at(root).open()
     found = [*backend.incomplete()]
     old = [one for one in found if one.age_s >= older_than_hours * 3600]
     _print(out, old)

@@ -13,14 +13,15 @@ import numpy as np
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.discovery import BestMode, Listing, find_best, find_milestone, find_newest, list_checkpoints
+from ..checkpoint.location import Location
 from ..codecs import PlainCodec
 from ..errors import CheckpointNotFoundError
-from ..foreign.opening import Location
+from ..foreign.opening import CheckpointSource
 from ..format.manifest import FORMAT_VERSION, split_reference
+from ..load.options import LoadOptions
 from ..rules import Rules
-from ..storage_backends import open_backend
 from .incomplete import list_incomplete
-from .options import EXIT_CORRUPT, EXIT_NEGATIVE, command, options_for, rules_options
+from .options import EXIT_CORRUPT, EXIT_NEGATIVE, Locate, command, rules_options
 from .output import Output, plain, size_text
 
 __all__ = ["inspect_command", "latest_command", "ls_command", "verify_command"]
@@ -40,15 +41,15 @@ _MAX_VALUE_CHARACTERS = 160  # in the table; --json prints values in full
     help="How many levels of folders below ROOT to search.",
 )
 @click.option("--incomplete", is_flag=True, help="List instead the uploads to an object store that were not completed.")
-def ls_command(out: Output, options: Mapping[str, Any], root: str, *, depth: int, incomplete: bool) -> None:
+def ls_command(out: Output, at: Locate, root: str, *, depth: int, incomplete: bool) -> None:
     """List the checkpoints below ROOT, and the folders that are not checkpoints, with the reason.
 
     Exits with 4 if a manifest cannot be read. Saves that were never committed are listed, but are not an error.
     """
     if incomplete:
-        list_incomplete(out, options, root)
+        list_incomplete(out, at, root)
         return
-    found = list_checkpoints(root, depth=depth, storage_options=options_for(root, options))
+    found = list_checkpoints(at(root), depth=depth)
     steps = [one for one in found if one.status == "checkpoint" and one.step is not None]
     latest = steps[-1].name if steps else None
     out.document({"root": root, "latest": latest, "entries": [_listing(one) for one in found]})
@@ -82,7 +83,7 @@ def _listing(one: Listing) -> dict[str, Any]:
 @click.option("--allow-fresh", is_flag=True, help="Exit with 3, not 4, if saves were made but none of them is valid.")
 def latest_command(
     out: Output,
-    options: Mapping[str, Any],
+    at: Locate,
     root: str,
     *,
     metric: str | None,
@@ -94,15 +95,14 @@ def latest_command(
 
     Exits with 3 if there is none, and with 4 if saves were made but none of them is valid.
     """
-    storage_options = options_for(root, options)
     if metric is not None and milestone is not None:
         raise click.UsageError("use --best or --milestone, not both")
     if metric is not None:
-        found = find_best(root, metric, mode, storage_options=storage_options)
+        found = find_best(at(root), metric, mode)
     elif milestone is not None:
-        found = find_milestone(root, milestone, storage_options=storage_options)
+        found = find_milestone(at(root), milestone)
     else:
-        found = find_newest(root, allow_fresh=allow_fresh, storage_options=storage_options)
+        found = find_newest(at(root), allow_fresh=allow_fresh)
     if found is None:
         raise CheckpointNotFoundError(f"there is no such checkpoint below {root}; check the path")
     out.document({"url": found.backend.url, "step": found.manifest.step, "created": found.manifest.created})
@@ -128,7 +128,7 @@ def latest_command(
 @rules_options
 def inspect_command(
     out: Output,
-    options: Mapping[str, Any],
+    at: Locate,
     checkpoint: str,
     patterns: Sequence[str],
     rules: Rules | None,
@@ -142,10 +142,10 @@ def inspect_command(
 
     With --rules, show the rule of each stored tensor, and what it makes of it.
     """
-    found = api.open(checkpoint, rules=rules, storage_options=options_for(checkpoint, options))
+    found = api.open(at(checkpoint), options=LoadOptions(rules=rules))
     document = _summary(found)
     if rules is not None:
-        document["rules"] = list(_explained(checkpoint, rules, options_for(checkpoint, options)))
+        document["rules"] = list(_explained(at(checkpoint), rules))
     selected = [
         row
         for row, name in enumerate(found.manifest.tensors.names)
@@ -177,12 +177,12 @@ def inspect_command(
 
 @command("verify")
 @click.argument("checkpoint")
-def verify_command(out: Output, options: Mapping[str, Any], checkpoint: str) -> None:
+def verify_command(out: Output, at: Locate, checkpoint: str) -> None:
     """Check every byte of CHECKPOINT against its checksum. Prints each damaged file, tensor and byte range.
 
     Exits with 1 if a data file is damaged, with 4 if the manifest is, because then nothing else can be checked.
     """
-    found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
+    found = api.open(at(checkpoint))
     files = found.manifest.files
     with out.progress("verify", int((files.head_length + files.data_size).sum())) as progress:
         report = found.verify(progress)
@@ -350,9 +350,9 @@ def _print_files(out: Output, files: Sequence[Mapping[str, Any]]) -> None:
     out.table(("FILE", "SECTION", "KIND", "CODEC", ">RANK", ">SHARDS", ">SIZE"), rows)
 
 
-def _explained(url: str, rules: Rules, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _explained(location: Location, rules: Rules) -> Iterator[dict[str, Any]]:
     """The rule of each stored tensor, and the boxes of tensors that it is."""
-    stored, resolution = Location(url, open_backend(url, **options), options, rules).explain()
+    stored, resolution = CheckpointSource(location, location.open(), rules).explain()
     for source, held in zip(stored.sources, resolution.by_source()):
         rule = rules.rule_of(source.name)
         assert rule is not None

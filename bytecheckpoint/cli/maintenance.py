@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import click
 
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpointer import default_checkpointer
 from ..convert.copy import remove
 from ..convert.diff import DiffReport, diff
 from ..convert.reshard import Layout, reshard
 from ..errors import UsageError
-from ..foreign.opening import Location
+from ..foreign.opening import CheckpointSource
+from ..load.options import LoadOptions
 from ..rules import Rules
-from ..storage_backends import open_backend
+from ..session import default_session
 from ..telemetry.trace_files import merge_traces
 from .incomplete import remove_incomplete
-from .options import EXIT_NEGATIVE, command, options_for, rules_options
+from .options import EXIT_NEGATIVE, Locate, command, rules_options
 from .output import Output, size_text
 
 __all__ = ["diff_command", "reshard_command", "rm_command", "trace_command"]
@@ -38,16 +37,14 @@ __all__ = ["diff_command", "reshard_command", "rm_command", "trace_command"]
 )
 @click.option("--rtol", type=float, default=0.0, help="Tolerance, relative to the value in B.")
 @click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
-def diff_command(
-    out: Output, options: Mapping[str, Any], a: str, b: str, *, values: bool, rtol: float, atol: float
-) -> None:
+def diff_command(out: Output, at: Locate, a: str, b: str, *, values: bool, rtol: float, atol: float) -> None:
     """Compare the checkpoints A and B, whatever their layouts: names, shapes, dtypes, elements and plain values.
 
     Elements are equal if their bits are equal or their difference is within the tolerances. Shards with equal checksums
     are not read; run verify to check the files against the checksums. Exits with 1 if there is a difference.
     """
-    left = api.open(a, storage_options=options_for(a, options))
-    right = api.open(b, storage_options=options_for(b, options))
+    left = api.open(at(a))
+    right = api.open(at(b))
     with out.progress("diff", left.manifest.nbytes) as progress:
         report = diff(left, right, values=values, rtol=rtol, atol=atol, progress=progress)
     out.document({**asdict(report), "same": report.same})
@@ -93,7 +90,7 @@ def _print_differences(out: Output, report: DiffReport) -> None:
 @click.option("--dry-run", is_flag=True, help="Only print the plan.")
 def reshard_command(
     out: Output,
-    options: Mapping[str, Any],
+    at: Locate,
     source: str,
     target: str,
     files: int,
@@ -109,23 +106,20 @@ def reshard_command(
     combine many small files, or to split large ones.
     """
     if average is None:
-        found = api.open(source, rules=rules, storage_options=options_for(source, options))
+        found = api.open(at(source), options=LoadOptions(rules=rules))
     elif rules is None:
         raise click.UsageError("--average needs --rules")
     else:
-        location = Location(
-            source, open_backend(source, **options_for(source, options)), options_for(source, options), rules, average
-        )
-        found = Checkpoint(location.index(), default_checkpointer().engine)
+        contents = CheckpointSource(at(source), at(source).open(), rules, average)
+        found = Checkpoint(contents.index(), default_session().engine)
     with out.progress("reshard", found.manifest.file_bytes) as progress:
         report = reshard(
             found,
-            target,
+            at(target),
             files=files,
             layout=layout,
             dry_run=dry_run,
             progress=progress,
-            storage_options=options_for(target, options),
         )
     new_files = [{"name": f.name, "section": f.section, "shards": f.shards, "bytes": f.size} for f in report.files]
     out.document({"source": found.url, **asdict(report), "files": new_files, "bytes": report.size})
@@ -152,9 +146,7 @@ def reshard_command(
     metavar="HOURS",
     help="With --incomplete: only those that were begun so long ago. Younger ones may belong to a running save.",
 )
-def rm_command(
-    out: Output, options: Mapping[str, Any], checkpoint: str, *, yes: bool, incomplete: bool, older_than: float
-) -> None:
+def rm_command(out: Output, at: Locate, checkpoint: str, *, yes: bool, incomplete: bool, older_than: float) -> None:
     """Remove CHECKPOINT: first its manifest, then the files that the manifest lists, and nothing else.
 
     Files to which other incremental checkpoints refer remain, until the last of these is removed.
@@ -162,14 +154,14 @@ def rm_command(
     Refuses to remove anything that is not a checkpoint.
     """
     if incomplete:
-        remove_incomplete(out, options, checkpoint, older_than_hours=older_than, yes=yes)
+        remove_incomplete(out, at, checkpoint, older_than_hours=older_than, yes=yes)
         return
-    found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
+    found = api.open(at(checkpoint))
     what = f"{found.url} (step {found.step}, {size_text(found.manifest.file_bytes)})"
     if not yes and not click.confirm(f"Remove {what}?", err=True):
         click.echo("bcp: nothing removed", err=True)
         raise click.exceptions.Exit(EXIT_NEGATIVE)
-    report = remove(checkpoint, storage_options=options_for(checkpoint, options))
+    report = remove(at(checkpoint))
     out.document(
         {
             "url": report.url,

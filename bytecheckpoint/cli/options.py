@@ -9,10 +9,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 
+from ..checkpoint.location import Location
 from ..errors import (
     BytecheckpointError,
     CheckpointError,
@@ -28,8 +29,8 @@ from ..rules import Rules
 from ..runtime.arguments import ARGUMENTS
 from .output import Output, printable
 
-__all__ = ["EXIT_CODES", "EXIT_CORRUPT", "EXIT_NEGATIVE", "command", "exit_code", "options_for", "parse_size"]
-__all__ += ["checked", "rename_option", "rules_options"]
+__all__ = ["EXIT_CODES", "EXIT_CORRUPT", "EXIT_NEGATIVE", "command", "exit_code", "parse_size"]
+__all__ += ["Locate", "checked", "rename_option", "rules_options"]
 
 EXIT_CODES = """\b
 Exit codes:
@@ -59,11 +60,14 @@ _SIZE_UNITS = {
 
 Run = Callable[..., None]
 
+Locate: TypeAlias = Callable[[str], Location]
+"""Returns the location of one of a command's URLs, with the storage options of the command; local paths have none."""
+
 
 def command(name: str, *, uses_storage: bool = True) -> Callable[[Run], click.Command]:
-    """Decorate a function of an ``Output``, the storage options and its own parameters as a command.
+    """Decorate a function of an ``Output``, a ``Locate`` and its own parameters as a command.
 
-    A command of local files only (``uses_storage=False``) has no ``--storage-option``; its function gets no options.
+    A command of local files only (``uses_storage=False``) has no ``--storage-option``; its function gets no ``Locate``.
     """
 
     def decorate(function: Run) -> click.Command:
@@ -72,7 +76,7 @@ def command(name: str, *, uses_storage: bool = True) -> Callable[[Run], click.Co
             with _failures(debug=debug):
                 out = Output(as_json=as_json)
                 if uses_storage:
-                    function(out, _storage_options(storage_option), **arguments)
+                    function(out, functools.partial(_locate, _storage_options(storage_option)), **arguments)
                 else:
                     function(out, **arguments)
 
@@ -142,10 +146,9 @@ def _storage_options(pairs: tuple[str, ...]) -> dict[str, Any]:
     return options
 
 
-def options_for(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the storage options for one of a command's URLs; local paths have none."""
+def _locate(options: Mapping[str, Any], url: str) -> Location:
     scheme = url.partition("://")[0].lower() if "://" in url or "::" in url else ""
-    return {} if scheme in ("", "file", "local", "memory") else options
+    return Location(url, storage_options={} if scheme in ("", "file", "local", "memory") else options)
 
 
 def parse_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:

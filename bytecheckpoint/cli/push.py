@@ -11,6 +11,7 @@ import click
 
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.location import Location
 from ..errors import BytecheckpointError, MismatchError, NameNotFoundError, StateError, UsageError
 from ..inference.push import (
     AdapterEngine,
@@ -28,7 +29,7 @@ from ..inference.push.engines.vllm import TOKEN_VARIABLE
 from ..inference.push.sglang import SglangPause
 from ..inference.push.transports.group import GroupBackend
 from ..runtime.limits import DEFAULT_DEADLINE_S
-from .options import checked, command, options_for, rename_option
+from .options import Locate, checked, command, rename_option
 from .output import Output, printable, size_text
 
 __all__ = ["push_command"]
@@ -198,7 +199,7 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 @click.option("--partial", is_flag=True, help="Push even if SOURCE does not fill all parameters of the engine.")
 def push_command(
     out: Output,
-    options: Mapping[str, Any],
+    at: Locate,
     source: str | None,
     *,
     urls: tuple[str, ...],
@@ -237,29 +238,27 @@ def push_command(
         raise click.UsageError("name what to push (SOURCE or --watch ROOT) and the engines (--to URL)")
     push.check(is_watching=root is not None, is_from_engine=source is not None and _is_engine(source))
     if root is not None:
-        _follow(out, root, watch_s, urls, push, options_for(root, options))
+        _follow(out, at(root), watch_s, urls, push)
     elif source is not None:
-        _push(out, source, urls, push, options_for(source, options))
+        _push(out, at(source), urls, push)
 
 
 def _is_engine(source: str) -> bool:
     return source.startswith(("http://", "https://"))
 
 
-def _push(
-    out: Output, source: str, urls: Sequence[str], push: _PushOptions, storage_options: Mapping[str, Any]
-) -> None:
+def _push(out: Output, source: Location, urls: Sequence[str], push: _PushOptions) -> None:
     """Push a checkpoint, or what an engine serves."""
-    config = None if push.adapter is None else adapter_config(source, storage_options=storage_options)
+    config = None if push.adapter is None else adapter_config(source)
     with ExitStack() as stack:
         pusher = stack.enter_context(push.pusher(urls, config))
         what: Any
-        if _is_engine(source):
-            what = push.engine(source)
+        if _is_engine(source.url):
+            what = push.engine(source.url)
             stack.callback(what.close)
             name = what.name
         else:
-            what = api.open(source, storage_options=storage_options)
+            what = api.open(source)
             name = what.url
         with out.stages() as progress:
             report = pusher.push(what, version=push.version, progress=progress, **push.arguments())
@@ -269,30 +268,28 @@ def _push(
 
 def _follow(
     out: Output,
-    root: str,
+    root: Location,
     timeout_s: float | None,
     urls: Sequence[str],
     push: _PushOptions,
-    storage_options: Mapping[str, Any],
 ) -> None:
     """Push each checkpoint that a training job commits below ``root``."""
     with push.pusher(urls) as pusher:
-        for checkpoint in _newest(root, timeout_s, storage_options):
+        for checkpoint in _newest(root, timeout_s):
             report = _push_one(pusher, checkpoint, push)
             if report is not None:
                 out.document({"source": checkpoint.url, **report.plain(), "total_s": report.total_s})
                 out.line(f"the engines serve version {report.version} after {report.total_s:.2f} s")
 
 
-def _newest(root: str, timeout_s: float | None, storage_options: Mapping[str, Any]) -> Iterator[Checkpoint]:
+def _newest(root: Location, timeout_s: float | None) -> Iterator[Checkpoint]:
     """Yield the newest checkpoint, and then each one that is the newest when it is found."""
-    options: dict[str, Any] = {"storage_options": storage_options}
-    found = api.watch(root, poll_s=_POLL_S, timeout_s=timeout_s, **options)
-    pushed = api.latest(root, allow_fresh=True, **options)
+    found = api.watch(root, poll_s=_POLL_S, timeout_s=timeout_s)
+    pushed = api.latest(root, allow_fresh=True)
     if pushed is not None:
         yield pushed
     for checkpoint in found:
-        newest = api.latest(root, allow_fresh=True, **options) or checkpoint
+        newest = api.latest(root, allow_fresh=True) or checkpoint
         if pushed is None or newest.manifest.attempt != pushed.manifest.attempt:
             pushed = newest
             yield newest

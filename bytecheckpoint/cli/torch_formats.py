@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.location import Location
 from ..convert.torch_file import export_torch_file
 from .output import Output, size_text
 
@@ -16,7 +17,7 @@ TorchForm = Literal["dcp", "torch"]
 
 
 def export_for_torch(
-    out: Output, source: Checkpoint, target: str, form: TorchForm, max_file_bytes: int, **chosen: Any
+    out: Output, source: Checkpoint, target: Location, form: TorchForm, max_file_bytes: int, **chosen: Any
 ) -> None:
     """Write a checkpoint in one of torch's formats and print the report. ``chosen`` goes to the export."""
     from ..dcp.export import export_dcp  # importing torch.distributed.checkpoint takes long

@@ -14,13 +14,13 @@ import torch
 from ..checkpoint.attempts import new_attempt, remove_attempt
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.index import Index
+from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
 from ..checkpoint.values import StoredValue
 from ..engine.tensor_bytes import as_bytes
 from ..errors import MismatchError, NameNotFoundError, UsageError
 from ..format.manifest import COMPANION, timestamp
 from ..load.matching import fault_lines
-from ..storage_backends import open_backend
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from .choosing import chosen_part
@@ -64,14 +64,13 @@ class AverageReport:
 
 def average(
     checkpoints: Sequence[Checkpoint],
-    target_url: str,
+    target: AnyLocation,
     *,
     weights: Sequence[float] | None = None,
     sections: Sequence[str] = ("model",),
     exclude: Sequence[str] = (),
     step: int | None = None,
     progress: Progress = lambda nbytes: None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> AverageReport:
     """Commit a checkpoint with the average of each floating-point tensor. Holds some tens of MiB at a time.
 
@@ -81,14 +80,13 @@ def average(
 
     Args:
         checkpoints: At least two checkpoints, from ``bcp.open``.
-        target_url: Where to put the new checkpoint.
+        target: Where to put the new checkpoint.
         weights: One finite number for each checkpoint, with a positive sum, by which they are divided; by default all
             are equal.
         sections: The sections to average; others are left out.
         exclude: Shell patterns; tensors and values whose full names match one are left out.
         step: The step to store with the checkpoint.
         progress: Called with the number of bytes written since the last call.
-        storage_options: Options for the target's storage backend.
 
     Returns:
         A report.
@@ -105,9 +103,9 @@ def average(
     shares = _shares(checkpoints, weights)
     if step is not None and step < 0:
         raise UsageError(f"step must not be negative: {step}")
-    target = open_backend(target_url, **dict(storage_options or {}))
+    store = Location.of(target).open()
     for one in checkpoints:
-        refuse_checkpoint(target, one.url)
+        refuse_checkpoint(store, one.url)
     contents = [_Contents.of(one, sections, exclude) for one in checkpoints]
     _compare(contents)
     first = contents[0]
@@ -124,16 +122,16 @@ def average(
     owner = manifest.sections[0].name
     kept = kept_files(checkpoints[0]) if owner == "model" else {}
     values += [ValuesFile(f"{attempt}/{name}", owner, COMPANION, 0, document) for name, document in kept.items()]
-    with cleanup_on_failure(lambda: remove_attempt(target, attempt)), ExitStack() as stack:
+    with cleanup_on_failure(lambda: remove_attempt(store, attempt)), ExitStack() as stack:
         readers = [stack.enter_context(Rewriter(one.index)) for one in contents]
         sources = [_Source(reader, one.rows) for reader, one in zip(readers, contents)]
         averager = stack.enter_context(_Averager(part, sources, shares))
         copied = averager.check_integers()
-        new = averager.write_all(target, attempt, outputs, progress, values)
+        new = averager.write_all(store, attempt, outputs, progress, values)
         stack.close()  # checks the CRC-32s of other systems' files
-        commit(target, new, may_replace=False)
+        commit(store, new, may_replace=False)
     return AverageReport(
-        target.url,
+        store.url,
         tuple(one.name for one in manifest.sections),
         len(manifest.tensors) - copied,
         copied,

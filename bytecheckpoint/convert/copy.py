@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, PIN_PREFIX
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import read_manifest
 from ..checkpoint.references import pins_of, remove_checkpoint
 from ..errors import HIDDEN_PASSWORD, CheckpointError, UsageError
@@ -87,13 +86,12 @@ class UnfinishedUpload:
 
 def copy(
     checkpoint: Checkpoint,
-    target_url: str,
+    target: AnyLocation,
     *,
     rate_limit: float | None = None,
     window: int = WINDOW,
     progress: Progress = lambda nbytes: None,
     journal: str | os.PathLike[str] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> CopyReport:
     """Copy a checkpoint exactly, and check every byte before it is written.
 
@@ -104,7 +102,7 @@ def copy(
 
     Args:
         checkpoint: The checkpoint to copy.
-        target_url: Where to put the copy, on any store.
+        target: Where to put the copy, on any store.
         rate_limit: Bytes per second, on average; None for no limit.
         window: Parts that are read, checked and written at the same time, of 16 MiB for S3 (more for files above
             140 GB) and 8 MiB for other stores. The copy needs memory for that many.
@@ -112,7 +110,6 @@ def copy(
         journal: A local directory for the journal, which ``unfinished_uploads`` does not look at. By default, the
             journal is in the target or the source, if one of them is a local directory; of a copy between two other
             stores, it is in ``$XDG_STATE_HOME/bytecheckpoint/copies``, by default below ``~/.local/state``.
-        storage_options: Options for the target's storage backend.
 
     Returns:
         A report.
@@ -133,27 +130,24 @@ def copy(
     journals = None if journal is None else open_backend(journal)
     if not isinstance(journals, LocalBackend | None):
         raise UsageError(f"journal must be a local directory, not {journals.display_url}")
-    target = open_backend(target_url, **dict(storage_options or {}))
+    store = Location.of(target).open()
     report = copy_checkpoint(
         checkpoint.backend,
-        target,
+        store,
         window=window,
         rate_limit=rate_limit,
         progress=progress,
         journals=None if journals is None else journals.url,
     )
-    return CopyReport(target.url, report.files, report.size, report.sent)
+    return CopyReport(store.url, report.files, report.size, report.sent)
 
 
-def unfinished_uploads(
-    root: str, destination: str | None = None, *, storage_options: Mapping[str, Any] | None = None
-) -> list[UnfinishedUpload]:
+def unfinished_uploads(root: str | os.PathLike[str], destination: AnyLocation | None = None) -> list[UnfinishedUpload]:
     """List the copies from checkpoints below a local directory to other stores that were begun and not completed.
 
     Args:
         root: The directory.
-        destination: List only copies to this URL, or below it.
-        storage_options: Options for the storage backend of ``destination``.
+        destination: List only copies to this location, or below it.
 
     Returns:
         The uploads, for ``finish_upload``.
@@ -166,7 +160,7 @@ def unfinished_uploads(
     if not isinstance(backend, LocalBackend) or not os.path.isdir(backend.url):
         raise UsageError(f"{root} is not a local directory; give the one that holds the checkpoints to upload")
     found: list[UnfinishedUpload] = []
-    given = None if destination is None else open_backend(destination, **dict(storage_options or {}))
+    given = None if destination is None else Location.of(destination).open()
     for path, head in find_journals(backend.url):
         url = head.url
         if head.direction != "to":
@@ -184,21 +178,21 @@ def unfinished_uploads(
 
 def finish_upload(
     upload: UnfinishedUpload,
+    target: AnyLocation | None = None,
     *,
     rate_limit: float | None = None,
     progress: Progress = lambda nbytes: None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> CopyReport | None:
     """Continue an upload where it stopped.
 
-    Of a checkpoint that was saved with ``staging``, this uploads the files of one rank, and commits the checkpoint if
+    Of a checkpoint that was saved with a tier, this uploads the files of one rank, and commits the checkpoint if
     those of all ranks are uploaded then.
 
     Args:
         upload: What ``unfinished_uploads`` has returned.
+        target: Where it goes; by default ``upload.url``, without storage options.
         rate_limit: As in ``copy``.
         progress: As in ``copy``.
-        storage_options: Options for the target's storage backend.
 
     Returns:
         A report; None if nothing was uploaded. Then the upload was discarded, because a later save has replaced the
@@ -208,32 +202,31 @@ def finish_upload(
         UsageError: Another process continues the upload.
         BytecheckpointError: As ``copy``.
     """
-    source, target = LocalBackend(upload.path), open_backend(upload.url, **dict(storage_options or {}))
+    source, store = LocalBackend(upload.path), Location.of(target or upload.url).open()
     if upload.head.rank is None:
-        done: TransferReport | None = copy_checkpoint(source, target, rate_limit=rate_limit, progress=progress)
+        done: TransferReport | None = copy_checkpoint(source, store, rate_limit=rate_limit, progress=progress)
     else:
-        done = continue_upload(source, target, upload.head, rate_limit=rate_limit, progress=progress)
-    return None if done is None else CopyReport(target.url, done.files, done.size, done.sent)
+        done = continue_upload(source, store, upload.head, rate_limit=rate_limit, progress=progress)
+    return None if done is None else CopyReport(store.url, done.files, done.size, done.sent)
 
 
-def remove(url: str, *, storage_options: Mapping[str, Any] | None = None) -> RemoveReport:
+def remove(path: AnyLocation) -> RemoveReport:
     """Remove a checkpoint: first its manifest, so that an incomplete checkpoint is never visible, then its files.
 
     Only files that the manifest names are removed, except those to which other incremental checkpoints refer. These are
     removed with the last one that refers to them.
 
     Args:
-        url: URL of the checkpoint.
-        storage_options: Options for the storage backend.
+        path: Where the checkpoint is.
 
     Returns:
         A report.
 
     Raises:
-        CheckpointError: There is no checkpoint at ``url``. Nothing was removed.
+        CheckpointError: There is no checkpoint at ``path``. Nothing was removed.
         StorageError: The store failed. Files may remain.
     """
-    backend = open_backend(url, **dict(storage_options or {}))
+    backend = Location.of(path).open()
     manifest = read_manifest(backend)
     remove_checkpoint(backend, manifest)
     left = {stat.key: stat.size for stat in backend.list()}

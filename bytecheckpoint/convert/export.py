@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import remove_files
 from ..errors import KeyExistsError, UsageError
 from ..format.hf_index import ADAPTER_CONFIG_KEY, INDEX_KEY, SINGLE_KEY, index_document
 from ..format.safetensors import DATA_ALIGNMENT
 from ..load.options import Rename, renaming
-from ..storage_backends import open_backend
 from ..storage_backends.base import StorageBackend
 from .casts import parse_cast
 from .lora import ADAPTER_KEY, Lora, LoraPlan
@@ -59,7 +58,7 @@ class ExportReport:
 
 def export_safetensors(
     checkpoint: Checkpoint,
-    target_url: str,
+    target: AnyLocation,
     *,
     section: str = "model",
     max_file_bytes: int = 5_000_000_000,
@@ -72,7 +71,6 @@ def export_safetensors(
     related: Mapping[str, bytes] | None = None,
     lora: Lora | None = None,
     progress: Progress = lambda nbytes: None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> ExportReport:
     """Write the tensors of one section as safetensors files in Hugging Face's layout. Holds a few MiB at a time.
 
@@ -80,7 +78,7 @@ def export_safetensors(
 
     Args:
         checkpoint: The checkpoint to export.
-        target_url: Target folder. It may hold other files, such as a configuration, but no model.
+        target: Target folder. It may hold other files, such as a configuration, but no model.
         section: The section to export.
         max_file_bytes: Size limit of each file. A larger tensor gets a separate file.
         cast: A floating-point dtype. Floating-point tensors of 16 bits or more are cast to it; others are not.
@@ -94,7 +92,6 @@ def export_safetensors(
         lora: What to do with a LoRA adapter in the section: merge it into the model, or write it alone, as PEFT does.
             By default, its tensors are exported like all others.
         progress: Called with the number of bytes written since the last call.
-        storage_options: Options for the target's storage backend.
 
     Returns:
         A report.
@@ -110,12 +107,12 @@ def export_safetensors(
         CorruptionError: Stored bytes are damaged or missing.
         StorageError: A store failed.
     """
-    target = open_backend(target_url, **dict(storage_options or {}))
+    store = Location.of(target).open()
     dtype = parse_cast(cast)
     plan = None if lora is None or section not in checkpoint.sections else LoraPlan(checkpoint, section, lora)
     selection = Selection(checkpoint, section, renaming(rename), exclude, tied, parts or {}, plan)
     tensors, dropped = selection.choose(expected, dtype)
-    _refuse_model(target)
+    _refuse_model(store)
     others = with_dtype(related or {}, dtype) if dtype is not None else related or {}
     if plan is not None and lora is not None and lora.how == "peft":
         files = [OutputFile.lay_out(ADAPTER_KEY, section, tensors, {"format": "pt"})]
@@ -123,19 +120,19 @@ def export_safetensors(
     else:
         files = _split(tensors, section, max_file_bytes)
     done: list[str] = []
-    with cleanup_on_failure(lambda: remove_files(target, done)):
-        added = put_files(target, others)
+    with cleanup_on_failure(lambda: remove_files(store, done)):
+        added = put_files(store, others)
         done += added
         with Rewriter(checkpoint.index) as rewriter:
             for file in files:
-                rewriter.write(target, file, progress)
+                rewriter.write(store, file, progress)
                 done.append(file.key)
         if len(files) > 1:
             done.append(INDEX_KEY)
-            target.put(INDEX_KEY, _index(files))
+            store.put(INDEX_KEY, _index(files))
     metas = checkpoint.manifest.tensors.meta_of
     return ExportReport(
-        target.url,
+        store.url,
         tuple((file.key, file.size) for file in files),
         len(tensors),
         sum(tensor.nbytes for tensor in tensors),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..checkpoint.attempts import new_attempt, remove_attempt
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
 from ..errors import UsageError
 from ..foreign.naming import MODEL_SECTION
 from ..format.manifest import COMPANION, timestamp
 from ..frameworks.sections import check_state
 from ..load.options import Rename, renaming
-from ..storage_backends import open_backend
 from .choosing import chosen_part
 from .related import kept_files
 from .reshard import plan_files, values_of
@@ -46,14 +45,13 @@ class ImportReport:
 
 def import_checkpoint(
     source: Checkpoint,
-    target_url: str,
+    target: AnyLocation,
     *,
     section: str | None = None,
     step: int | None = None,
     rename: Rename | None = None,
     exclude: Sequence[str] = (),
     progress: Progress = lambda nbytes: None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> ImportReport:
     """Commit a checkpoint that holds what another system stored. Holds a few MiB at a time.
 
@@ -62,13 +60,12 @@ def import_checkpoint(
 
     Args:
         source: The other system's checkpoint, from ``bcp.open``.
-        target_url: Where to put the checkpoint.
+        target: Where to put the checkpoint.
         section: The name of the section, if the source has one only.
         step: The step to store with the checkpoint; by default the source's.
         rename: Maps a tensor's name in its section to the new one.
         exclude: Shell patterns; tensors and values whose full names match one are left out.
         progress: Called with the number of bytes imported since the last call.
-        storage_options: Options for the target's storage backend.
 
     Returns:
         A report.
@@ -91,8 +88,8 @@ def import_checkpoint(
         check_state({section: None})
         if len(source.sections) > 1:
             raise UsageError(f"{source.url} has the sections {', '.join(source.sections)}; section= needs a single one")
-    target = open_backend(target_url, **dict(storage_options or {}))
-    refuse_checkpoint(target, source.url)
+    store = Location.of(target).open()
+    refuse_checkpoint(store, source.url)
     sections = {one.name: section or one.name for one in index.manifest.sections}
     chosen = chosen_part(index, sections, renaming(rename), exclude)
     manifest = chosen.manifest
@@ -105,10 +102,10 @@ def import_checkpoint(
     values += [
         ValuesFile(f"{attempt}/{name}", owner, COMPANION, 0, document) for name, document in kept_files(source).items()
     ]
-    with cleanup_on_failure(lambda: remove_attempt(target, attempt)):
+    with cleanup_on_failure(lambda: remove_attempt(store, attempt)):
         with Rewriter(replace(chosen, manifest=manifest)) as rewriter:
-            new = rewriter.write_all(target, attempt, outputs, progress, values)
-        commit(target, new, may_replace=False)
+            new = rewriter.write_all(store, attempt, outputs, progress, values)
+        commit(store, new, may_replace=False)
     names = tuple(one.name for one in manifest.sections)
     files = tuple(index.manifest.files.name)
-    return ImportReport(target.url, index.system, names, files, len(manifest.tensors), manifest.nbytes)
+    return ImportReport(store.url, index.system, names, files, len(manifest.tensors), manifest.nbytes)

@@ -7,13 +7,14 @@ splits a large file, so that each rank of a known world size finds its part in o
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..checkpoint.attempts import new_attempt, remove_attempt
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.index import Index
+from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
 from ..checkpoint.values import StoredValue, values_files
 from ..engine.files import data_key
@@ -23,7 +24,6 @@ from ..format.manifest import Manifest
 from ..format.safetensors import shard_name
 from ..format.values import encode_values_file, unread_in
 from ..runtime.arguments import check_choice
-from ..storage_backends import open_backend
 from ..tensors.geometry import Box
 from ..tensors.shards import Path
 from ..version import HEADER_METADATA
@@ -81,13 +81,12 @@ class ReshardReport:
 
 def reshard(
     checkpoint: Checkpoint,
-    target_url: str,
+    target: AnyLocation,
     *,
     files: int,
     layout: Layout = "whole",
     dry_run: bool = False,
     progress: Progress = lambda nbytes: None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> ReshardReport:
     """Rewrite a checkpoint with another number of files. Holds a few MiB at a time.
 
@@ -97,14 +96,13 @@ def reshard(
 
     Args:
         checkpoint: The checkpoint to rewrite.
-        target_url: Where to put the new checkpoint.
+        target: Where to put the new checkpoint.
         files: Maximum number of tensor files per section.
         layout: "whole" keeps each tensor in one piece and balances the files by bytes. "sharded" splits each tensor
             along its first dimension, as ``torch.chunk`` does, with one part per file; a tensor with fewer rows has
             fewer parts. Tensors of single ranks are never split.
         dry_run: Return the plan without reading or writing data.
         progress: Called with the number of bytes written since the last call.
-        storage_options: Options for the target's storage backend.
 
     Returns:
         A report.
@@ -118,8 +116,8 @@ def reshard(
     if not 1 <= files <= _MAX_FILES:
         raise UsageError(f"files must be from 1 to {_MAX_FILES}, not {files}")
     check_choice("layout", layout, Layout)
-    target = open_backend(target_url, **dict(storage_options or {}))
-    refuse_checkpoint(target, checkpoint.url)
+    store = Location.of(target).open()
+    refuse_checkpoint(store, checkpoint.url)
     attempt = new_attempt()
     manifest = checkpoint.manifest
     outputs = list(plan_files(manifest, files, layout, attempt))
@@ -130,12 +128,12 @@ def reshard(
     bytes_to_read = manifest.nbytes + int(manifest.files.head_length.sum())
     bytes_read = 0
     if not dry_run:
-        with cleanup_on_failure(lambda: remove_attempt(target, attempt)):
+        with cleanup_on_failure(lambda: remove_attempt(store, attempt)):
             with Rewriter(checkpoint.index) as rewriter:
-                new = rewriter.write_all(target, attempt, outputs, progress, values)
+                new = rewriter.write_all(store, attempt, outputs, progress, values)
             bytes_read = rewriter.bytes_read + sum(len(one.document) for one in values)
-            commit(target, new, may_replace=False)
-    return ReshardReport(target.url, layout, dry_run, tuple(plans), bytes_to_read, bytes_read)
+            commit(store, new, may_replace=False)
+    return ReshardReport(store.url, layout, dry_run, tuple(plans), bytes_to_read, bytes_read)
 
 
 def plan_files(manifest: Manifest, files: int, layout: Layout, attempt: str) -> Iterator[OutputFile]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.location import AnyLocation, Location
 from ..errors import KeyExistsError, KeyNotFoundError, NameNotFoundError, StateError, UsageError
 from ..foreign.place import open_parent
 from ..tensors.dtypes import DType
@@ -43,13 +44,12 @@ class TorchFileReport:
 
 def export_torch_file(
     checkpoint: Checkpoint,
-    target_url: str,
+    target: AnyLocation,
     *,
     section: str | None = None,
     cast: str | torch.dtype | None = None,
     exclude: Sequence[str] = (),
     progress: Progress = lambda nbytes: None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> TorchFileReport:
     """Write one file as ``torch.save`` does. Holds a few MiB of tensors at a time.
 
@@ -60,12 +60,11 @@ def export_torch_file(
 
     Args:
         checkpoint: The checkpoint to export, from ``bcp.open``.
-        target_url: The new file.
+        target: The new file.
         section: Write the state of this section alone.
         cast: A floating-point dtype. Floating-point tensors of 16 bits or more are cast to it; others are not.
         exclude: Shell patterns; tensors and values whose full names match one are left out.
         progress: Called with the number of bytes of tensors written since the last call.
-        storage_options: Options for the target's storage backend.
 
     Returns:
         A report.
@@ -77,26 +76,27 @@ def export_torch_file(
         CorruptionError: Stored bytes are damaged or missing.
         StorageError: A store failed.
     """
-    name = target_url.rpartition("/")[2]
+    location = Location.of(target)
+    name = location.url.rpartition("/")[2]
     if not name:
-        raise UsageError(f"{target_url} is a folder; give the name of the file to write")
+        raise UsageError(f"{location} is a folder; give the name of the file to write")
     dtype = parse_cast(cast)
-    target = open_parent(target_url, storage_options or {})
+    folder = open_parent(location)
     try:
-        target.stat(name)
+        folder.stat(name)
     except KeyNotFoundError:
         pass
     else:
-        raise KeyExistsError(f"{target_url} exists already and was not changed; give another target")
+        raise KeyExistsError(f"{location} exists already and was not changed; give another target")
     sections = {name: _flattened(tree) for name, tree in exportable_state(checkpoint, section, exclude).items()}
     state = sections if section is None else sections[section]
     layout = TorchLayout.of(state, lambda row: whole_tensor(checkpoint, row, dtype))
-    with target.create(name, layout.size) as writer:
+    with folder.create(name, layout.size) as writer:
         with Rewriter(checkpoint.index) as rewriter:
             layout.write(writer, 0, rewriter.pieces(layout.tensors), progress)
         writer.complete()
     return TorchFileReport(
-        target_url, layout.size, len(layout.tensors), left_out_of(checkpoint, sections), rewriter.bytes_read
+        location.url, layout.size, len(layout.tensors), left_out_of(checkpoint, sections), rewriter.bytes_read
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import remove_files
 from ..convert.casts import parse_cast
 from ..convert.rewriter import OutputTensor, Progress, Rewriter, cleanup_on_failure
@@ -28,7 +29,6 @@ from ..convert.torch_file import exportable_state, left_out_of, whole_tensor
 from ..convert.torch_layout import TorchLayout
 from ..errors import KeyExistsError, UsageError
 from ..planners import split_box
-from ..storage_backends import open_backend
 from .stored_items import StoredItems
 
 __all__ = ["DcpExportReport", "export_dcp"]
@@ -67,14 +67,13 @@ class _Item:
 
 def export_dcp(
     checkpoint: Checkpoint,
-    target_url: str,
+    target: AnyLocation,
     *,
     section: str | None = None,
     max_file_bytes: int = 5_000_000_000,
     cast: str | torch.dtype | None = None,
     exclude: Sequence[str] = (),
     progress: Progress = lambda nbytes: None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> DcpExportReport:
     """Write a folder as ``torch.distributed.checkpoint.save`` does. Holds a few MiB of tensors at a time.
 
@@ -83,13 +82,12 @@ def export_dcp(
 
     Args:
         checkpoint: The checkpoint to export, from ``bcp.open``.
-        target_url: The new folder.
+        target: The new folder.
         section: Write this section alone, with the names of its own state dict.
         max_file_bytes: Size limit of each file. A larger item gets a separate file.
         cast: A floating-point dtype. Floating-point tensors of 16 bits or more are cast to it; others are not.
         exclude: Shell patterns; tensors and values whose full names match one are left out.
         progress: Called with the number of bytes of tensors written since the last call.
-        storage_options: Options for the target's storage backend.
 
     Returns:
         A report.
@@ -104,27 +102,27 @@ def export_dcp(
     if max_file_bytes < 1:
         raise UsageError(f"max_file_bytes must be positive, not {max_file_bytes}")
     dtype = parse_cast(cast)
-    target = open_backend(target_url, **dict(storage_options or {}))
-    if target.list_children(""):
-        raise KeyExistsError(f"{target.url} is not empty and was not changed; give another target")
+    store = Location.of(target).open()
+    if store.list_children(""):
+        raise KeyExistsError(f"{store.url} is not empty and was not changed; give another target")
     sections = exportable_state(checkpoint, section, exclude)
     folder = _Folder(lambda row: whole_tensor(checkpoint, row, dtype), max_file_bytes)
     folder.add(StoredItems.of_state(sections if section is None else sections[section]))
     done: list[str] = []
-    with cleanup_on_failure(lambda: remove_files(target, done)):
+    with cleanup_on_failure(lambda: remove_files(store, done)):
         with Rewriter(checkpoint.index) as rewriter:
             pieces = rewriter.pieces(folder.outputs)
             for file, size in folder.sizes.items():
                 done.append(file)
-                with target.create(file, size) as writer:
+                with store.create(file, size) as writer:
                     for item in folder.items[file]:
                         item.layout.write(writer, item.place.offset, pieces, progress)
                     writer.complete()
         done.append(_METADATA_KEY)
-        target.put(_METADATA_KEY, pickle.dumps(folder.metadata))
-    files = (*folder.sizes.items(), (_METADATA_KEY, target.stat(_METADATA_KEY).size))
+        store.put(_METADATA_KEY, pickle.dumps(folder.metadata))
+    files = (*folder.sizes.items(), (_METADATA_KEY, store.stat(_METADATA_KEY).size))
     left_out = left_out_of(checkpoint, sections)
-    return DcpExportReport(target.url, files, len(folder.chunks), left_out, rewriter.bytes_read)
+    return DcpExportReport(store.url, files, len(folder.chunks), left_out, rewriter.bytes_read)
 
 
 class _Folder:

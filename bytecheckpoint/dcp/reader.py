@@ -6,6 +6,7 @@ import io
 import os
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,14 +24,15 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpointer import default_checkpointer
+from ..checkpoint.location import AnyLocation, Location
 from ..convert.state_dicts import StoredTensorRef
 from ..errors import MismatchError, UnsupportedURLError
 from ..frameworks.template_values import value_like
 from ..load.matching import refuse_cast
-from ..load.options import Cast
-from ..runtime.arguments import check_choice
-from ..storage_backends import open_backend, url_text
+from ..load.options import Cast, LoadOptions, LoadRequest
+from ..runtime.arguments import options_of
+from ..session import default_session
+from ..storage_backends import url_text
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import basic_meta, torch_dtype
@@ -57,31 +59,31 @@ class Reader(StorageReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: AnyLocation,
         *,
         cast: Cast = "widen",
-        verify: bool = True,
-        allow_pickle: bool = False,
+        options: LoadOptions | Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Create a reader. It does no I/O.
 
         Args:
-            path: Local path, or URL of any fsspec filesystem. ``checkpoint_id`` of DCP's functions replaces it.
-            cast: Which dtype conversions are allowed, as in ``bytecheckpoint.load``. "exact": none. "widen": those that
-                keep every value. "any": also those that round, as DCP's own reader does.
-            verify: Check all bytes that are read against their checksums.
-            allow_pickle: Load values that are stored as pickles. Unpickling can run arbitrary code: use it only if you
-                trust the author of the checkpoint.
-            storage_options: Options for the storage backend.
+            path: Local path, URL of any fsspec filesystem, or ``Location``. ``checkpoint_id`` of DCP's functions
+                replaces it.
+            cast: Which dtype conversions are allowed. "exact": none. "widen": those that keep every value. "any": also
+                those that round, as DCP's own reader does.
+            options: How to read: ``LoadOptions``, or a mapping of its fields. DCP fills the state, so ``verify``,
+                ``allow_pickle`` and ``deadline_s`` have an effect, and others are refused.
+            storage_options: Options for the storage backend of a path; a ``Location`` has its own.
 
         Raises:
             UsageError: An argument is invalid.
         """
-        check_choice("cast", cast, Cast)
-        self._path, self._cast = url_text(path), cast
-        self._verify, self._allow_pickle = verify, allow_pickle
-        self._storage_options = dict(storage_options or {})
+        self._request = LoadRequest.of(
+            options_of(LoadOptions, options, used=("verify", "allow_pickle", "deadline_s")),
+            source=Location.of(path, storage_options),
+            cast=cast,
+        )
         self.reset()
 
     # -- the calls of DCP, in their order ------------------------------------------------------------------------
@@ -93,7 +95,7 @@ class Reader(StorageReader):
             checkpoint_id: Its path or URL; None for the one of the last load.
         """
         if checkpoint_id is not None:
-            self._path = url_text(checkpoint_id)
+            self._request = replace(self._request, source=replace(self._request.location, url=url_text(checkpoint_id)))
         self._failure: Exception | None = None
         self._opened: tuple[Checkpoint, StoredItems] | None = None
         self._load_id = str(uuid.uuid4())
@@ -207,7 +209,7 @@ class Reader(StorageReader):
             False if the URL has a scheme that no backend serves.
         """
         try:
-            open_backend(checkpoint_id)
+            Location(checkpoint_id).open()
         except UnsupportedURLError:
             return False
         return True
@@ -215,7 +217,7 @@ class Reader(StorageReader):
     @property
     def checkpoint_id(self) -> str:
         """The path of the checkpoint."""
-        return self._path
+        return self._request.location.url
 
     # -- internals -----------------------------------------------------------------------------------------------
 
@@ -224,11 +226,10 @@ class Reader(StorageReader):
 
     def _open(self) -> tuple[Checkpoint, StoredItems]:
         if self._opened is None:
-            checkpoint = default_checkpointer().open(
-                self._path, verify=self._verify, storage_options=self._storage_options
-            )
+            request = self._request
+            checkpoint = default_session().open(request.location, verify=request.verify, deadline_s=request.deadline_s)
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            self._opened = checkpoint, StoredItems.of(checkpoint, rank=rank, allow_pickle=self._allow_pickle)
+            self._opened = checkpoint, StoredItems.of(checkpoint, rank=rank, allow_pickle=request.allow_pickle)
         return self._opened
 
     def _describe(self) -> Metadata:
@@ -239,7 +240,7 @@ class Reader(StorageReader):
             _Described(described, stored),
             stored.paths,
             storage_data={},
-            storage_meta=StorageMeta(self._path, load_id=self._load_id),
+            storage_meta=StorageMeta(self.checkpoint_id, load_id=self._load_id),
         )
 
     def _part(
@@ -253,7 +254,7 @@ class Reader(StorageReader):
         if tuple(tensor.shape) != box.lengths:
             detail = f"the planner returned a tensor of shape {tuple(tensor.shape)} for the box {box}"
             raise MismatchError(f"{fqn}: {detail}", [("shape", fqn, detail)])
-        refusal = refuse_cast(meta, basic_meta(tensor.dtype, meta.shape), self._cast)
+        refusal = refuse_cast(meta, basic_meta(tensor.dtype, meta.shape), self._request.cast)
         if refusal is not None:
             raise MismatchError(f"{fqn} is {refusal} in bytecheckpoint.dcp.Reader", [("dtype", fqn, refusal)])
         return row, box, tensor

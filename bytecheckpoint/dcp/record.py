@@ -15,7 +15,7 @@ from ..format.checksums import empty_checksums
 from ..format.manifest import Manifest, SectionInfo, timestamp
 from ..format.values import encode_value, encode_values_file, path_name
 from ..save.engine import SaveEngine
-from ..save.options import SaveOptions
+from ..save.options import SaveRequest
 from ..save.record import file_table
 from ..save.staging import StateCopy
 from ..storage_backends.base import StorageBackend
@@ -149,7 +149,7 @@ def assemble(
     backend: StorageBackend,
     attempt: str,
     records: Sequence[tuple[int, RankRecord]],
-    options: SaveOptions,
+    options: SaveRequest,
     timings: Timings,
     *,
     world_size: int,

@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, new_attempt, remove_attempt
+from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import check_replaceable, commit, remove_files
 from ..checkpoint.references import release
-from ..checkpointer import default_checkpointer
-from ..engine.checksums import chunk_size_for
 from ..engine.writing import check_space
 from ..errors import (
     CommitUnknownError,
@@ -33,9 +32,10 @@ from ..errors import (
 )
 from ..format.manifest import MANIFEST_KEY
 from ..frameworks.captured import CapturedSection
-from ..runtime.limits import DEFAULT_DEADLINE_S
-from ..save.options import SaveOptions
-from ..storage_backends import StorageBackend, open_backend, url_text
+from ..runtime.arguments import options_of
+from ..save.options import SaveOptions, SaveRequest
+from ..session import default_session
+from ..storage_backends import StorageBackend, url_text
 from ..telemetry.trace import Timings
 from .items import resolve_items
 from .names import METADATA_KEY, ItemPaths, StoredAs, describe_containers, top_level_section
@@ -78,34 +78,36 @@ class Writer(StorageWriter):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: AnyLocation,
         *,
         step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
-        allow_pickle: bool = False,
         overwrite: bool = True,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        options: SaveOptions | Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Create a writer. It does no I/O.
 
         Args:
-            path: Local path, or URL of any fsspec filesystem. ``checkpoint_id`` of DCP's functions replaces it.
+            path: Local path, URL of any fsspec filesystem, or ``Location`` without a tier. ``checkpoint_id`` of DCP's
+                functions replaces it.
             step: Training step to store with the checkpoint.
             metadata: Plain values to store with the checkpoint. The key ``dcp`` is reserved.
-            allow_pickle: Store values that are not plain as pickles. By default they are refused by name.
             overwrite: Replace a checkpoint that exists at the path. If False, the save fails.
-            deadline_s: Seconds that each single wait of this library may take.
-            storage_options: Options for the storage backend, such as credentials or ``endpoint_url``.
+            options: How to save: ``SaveOptions``, or a mapping of its fields. DCP plans the save, so ``allow_pickle``,
+                ``chunk_size`` and ``deadline_s`` have an effect, and others are refused.
+            storage_options: Options for the storage backend of a path; a ``Location`` has its own.
 
         Raises:
             UsageError: An argument is invalid.
         """
-        self._path = url_text(path)
-        self._allow_pickle, self._overwrite, self._deadline_s = allow_pickle, overwrite, deadline_s
-        self._storage_options = dict(storage_options or {})
+        self._location = Location.of(path, storage_options)
+        if self._location.tier is not None:
+            raise UsageError("bytecheckpoint.dcp.Writer writes to the path itself; pass a Location without a tier")
+        self._options = options_of(SaveOptions, options, used=("allow_pickle", "chunk_size", "deadline_s"))
+        self._overwrite = overwrite
         self.step, self.metadata = step, dict(metadata or {})
-        self._options(StoredAs())
+        self._request(StoredAs())
         self._remove: Callable[[], object] | None = None
         self._unsaved: tuple[SavePlan, SavePlanner] | None = None
         self._begin()
@@ -119,7 +121,7 @@ class Writer(StorageWriter):
             checkpoint_id: Its path or URL; None for the one of the last save.
         """
         if checkpoint_id is not None:
-            self._path = url_text(checkpoint_id)
+            self._location = dataclasses.replace(self._location, url=url_text(checkpoint_id))
         self._begin()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's
@@ -178,7 +180,7 @@ class Writer(StorageWriter):
         self._remove = weakref.finalize(self, _remove_attempt, backend, attempt, os.getpid())
         if not is_complete:
             backend.put(_NOTE, attempt.encode())
-        share = Share(backend.url, attempt, top_level_section(plans), chunk_size_for(nbytes))
+        share = Share(backend.url, attempt, top_level_section(plans), self._request(StoredAs()).chunk_size_for(nbytes))
         return [dataclasses.replace(plan, storage_data=dataclasses.replace(share)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -203,7 +205,7 @@ class Writer(StorageWriter):
             backend = self._backend()
             share = self._share_of(plan, backend)
             sections = resolve_items(plan, planner, ItemPaths.of(plan.planner_data, share.top_level))
-            engine = default_checkpointer().engine
+            engine, request = default_session().engine, self._request(StoredAs())
             engine.check_usable()
             with engine.track_call():
                 record = write_items(
@@ -212,8 +214,8 @@ class Writer(StorageWriter):
                     sections,
                     share,
                     Timings("save", self._rank, backend.url),
-                    allow_pickle=self._allow_pickle,
-                    deadline_s=self._deadline_s,
+                    allow_pickle=request.allow_pickle,
+                    deadline_s=request.deadline_s,
                 )
         else:
             self._unsaved = (plan, planner)
@@ -255,7 +257,7 @@ class Writer(StorageWriter):
             False if the URL has a scheme that no backend serves.
         """
         try:
-            open_backend(checkpoint_id)
+            Location(checkpoint_id).open()
         except UnsupportedURLError:
             return False
         return True
@@ -266,12 +268,12 @@ class Writer(StorageWriter):
         Returns:
             The path, and an id that no other save has.
         """
-        return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     @property
     def checkpoint_id(self) -> str:
         """The path of the checkpoint."""
-        return self._path
+        return self._location.url
 
     # -- internals -----------------------------------------------------------------------------------------------
 
@@ -287,16 +289,14 @@ class Writer(StorageWriter):
         self._save_id = str(uuid.uuid4())
 
     def _backend(self) -> StorageBackend:
-        return open_backend(self._path, **self._storage_options)
+        return self._location.open()
 
-    def _options(self, stored: StoredAs) -> SaveOptions:
-        """Return the options of the save, validated."""
+    def _request(self, stored: StoredAs) -> SaveRequest:
+        """Return the save, validated."""
         if METADATA_KEY in self.metadata:
             raise UsageError(f"the key {METADATA_KEY!r} of metadata is reserved; use another one")
         metadata = {**self.metadata, **stored.to_metadata()}
-        return SaveOptions(
-            step=self.step, metadata=metadata, allow_pickle=self._allow_pickle, deadline_s=self._deadline_s
-        ).checked()
+        return SaveRequest.of(self._options, location=self._location, step=self.step, metadata=metadata)
 
     def _check_overwrite(self) -> None:
         if self._overwrite:
@@ -321,7 +321,7 @@ class Writer(StorageWriter):
         if share.used:
             attempt = backend.get(_NOTE).decode()
             if not _ATTEMPT.fullmatch(attempt):
-                raise PlanError(f"{self._path}/{_NOTE} does not name an attempt: {attempt!r:.80}; remove it")
+                raise PlanError(f"{self._location}/{_NOTE} does not name an attempt: {attempt!r:.80}; remove it")
             return dataclasses.replace(share, attempt=attempt)
         if share.url != backend.url:
             raise DisagreementError(
@@ -338,7 +338,7 @@ class Writer(StorageWriter):
             if not isinstance(record, RankRecord):
                 raise PlanError(f"rank {rank} did not write with a bytecheckpoint.dcp.Writer, but returned {record!r}")
         top_level = next((record.top_level for _, record in records if record.top_level in record.leaves), "")
-        options = self._options(StoredAs(top_level, is_flattened))
+        options = self._request(StoredAs(top_level, is_flattened))
         timings = Timings("save", self._rank, backend.url)
         with timings.step("commit"):
             manifest = assemble(backend, self._attempt, records, options, timings, world_size=len(results))
@@ -372,10 +372,8 @@ class Writer(StorageWriter):
                 items.source.values.update(describe_containers(section, items.leaves))
             return {section: CapturedSection(items.source) for section, items in sections.items()}
 
-        options = self._options(StoredAs(top_level, is_flattened))
-        default_checkpointer().save_with(
-            self._path, make_state, options, async_save=False, storage_options=self._storage_options
-        )
+        request = self._request(StoredAs(top_level, is_flattened))
+        default_session().save(lambda: request, make_state, is_async=False, deadline_s=request.deadline_s)
 
 
 def _remove_attempt(backend: StorageBackend, attempt: str, pid: int) -> None:

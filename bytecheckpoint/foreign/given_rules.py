@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from ..checkpoint.location import Location
 from ..errors import KeyNotFoundError, UsageError
 from ..rules import Rules
 from .place import open_parent
@@ -36,7 +37,7 @@ def read_rules(source: str, variables: Mapping[str, int] | None = None) -> Rules
     if not source.endswith(".toml") and "/" not in source:
         return Rules.shipped(source, **dict(variables or {}))
     try:
-        text = open_parent(source, {}).get(source.rpartition("/")[2], max_size=_MAX_BYTES)
+        text = open_parent(Location(source)).get(source.rpartition("/")[2], max_size=_MAX_BYTES)
     except KeyNotFoundError as error:
         raise UsageError(f"there is no file of rules {source}; check the path") from error
     try:

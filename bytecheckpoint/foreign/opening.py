@@ -5,11 +5,12 @@ Rank 0 reads it, and the other ranks receive the manifest or the index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..checkpoint.index import Index, decode_index, encode_index, is_encoded_index
+from ..checkpoint.location import Location
 from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes
 from ..errors import CheckpointNotFoundError, NotACheckpointError, StorageError
 from ..rules import Resolution, Rules
@@ -26,7 +27,7 @@ from .rank_files import stored_by_ranks
 from .reindexing import Stored
 from .torch_files import read_torch_file
 
-__all__ = ["Location"]
+__all__ = ["CheckpointSource"]
 
 _READERS: tuple[Callable[[Place], Index | None], ...] = (
     *(read_megatron, read_dcp, read_bytecheckpoint, read_deepspeed, read_huggingface, read_torch_file),
@@ -38,18 +39,22 @@ _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".tar", ".gguf
 
 
 @dataclass(frozen=True)
-class Location:
-    """A path as the caller passed it, and rules that describe what is stored there.
+class CheckpointSource:
+    """A location as the caller passed it, and rules that describe what is stored there.
 
     ``backend`` serves the path itself, which may be a single file. With ``average``, the index has the tensors that
     rules describe as averaged, for a rewrite that computes them.
     """
 
-    url: str
+    location: Location
     backend: StorageBackend
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
     rules: Rules | None = None
     average: Literal["mean"] | None = None
+
+    @property
+    def url(self) -> str:
+        """The path or URL."""
+        return self.location.url
 
     def index(self) -> Index:
         """Return the index of what is stored.
@@ -90,7 +95,7 @@ class Location:
         index = decode_index(data, self.backend)
         if not index.name:
             return index
-        return replace(index, backend=open_parent(self.url, self.storage_options, self.backend.deadline_s))
+        return replace(index, backend=open_parent(self.location, self.backend.deadline_s))
 
     def _index(self) -> Index:
         found = self._find()
@@ -116,7 +121,7 @@ class Location:
             return _read_file(file)
 
     def _file(self) -> Place | None:
-        return Place.of_file(self.url, self.storage_options, self.backend.deadline_s)
+        return Place.of_file(self.location, self.backend.deadline_s)
 
 
 def _read_file(place: Place) -> Index:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
+from ..checkpoint.location import Location
 from ..errors import KeyNotFoundError
-from ..storage_backends import open_backend
 from ..storage_backends.base import StorageBackend
 
 __all__ = ["Place", "open_parent"]
@@ -29,15 +29,16 @@ class Place:
     name: str = ""
 
     @classmethod
-    def of_file(cls, url: str, storage_options: Mapping[str, Any], deadline_s: float | None = None) -> Self | None:
-        """Return the place of the file at a URL; None if there is no such file. Raises ``StorageError``.
+    def of_file(cls, location: Location, deadline_s: float | None = None) -> Self | None:
+        """Return the place of the file at a location; None if there is no such file. Raises ``StorageError``.
 
         ``deadline_s`` limits each call of the place's backend, in seconds.
         """
+        url = location.url
         folder, _, name = url.rpartition("/")
         if "::" in url or not name or name in (".", "..") or folder.endswith(":/"):
             return None
-        place = cls(url, open_parent(url, storage_options, deadline_s), name)
+        place = cls(url, open_parent(location, deadline_s), name)
         try:
             place.backend.stat(name)
         except KeyNotFoundError:
@@ -50,10 +51,8 @@ class Place:
         return self.backend.list_children("")
 
 
-def open_parent(url: str, storage_options: Mapping[str, Any], deadline_s: float | None = None) -> StorageBackend:
-    """Return the backend of the folder that holds the file at a URL. ``deadline_s`` limits each call of it."""
-    folder = url.rpartition("/")[0]
-    backend = open_backend(folder or ("/" if url.startswith("/") else "."), **dict(storage_options))
-    if deadline_s is not None:
-        backend.deadline_s = deadline_s
-    return backend
+def open_parent(location: Location, deadline_s: float | None = None) -> StorageBackend:
+    """Return the backend of the folder that holds the file at a location. ``deadline_s`` limits each call of it."""
+    url = location.url
+    folder = url.rpartition("/")[0] or ("/" if url.startswith("/") else ".")
+    return replace(location, url=folder).open(deadline_s)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Self
 
+from ..checkpoint.location import AnyLocation, Location
 from ..errors import (
     CheckpointNotFoundError,
     CorruptionError,
@@ -15,7 +16,6 @@ from ..errors import (
 )
 from ..format.hf_index import INDEX_KEY, SINGLE_KEY
 from ..format.safetensors import HeaderRecord, SafetensorsHeader, parse_header
-from ..storage_backends import open_backend
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.metadata import BasicMeta
 from .place import Place
@@ -60,11 +60,11 @@ class SafetensorsFolder:
         return sum(record.end - record.begin for header in self.headers.values() for record in header.entries)
 
     @classmethod
-    def at(cls, url: str, *, storage_options: Mapping[str, Any] | None = None) -> Self:
-        """Read the headers of the files at a URL. Raises as the constructor."""
-        options = dict(storage_options or {})
-        file = Place.of_file(url, options) if url.endswith(".safetensors") else None
-        return cls(file or Place(url, open_backend(url, **options)))
+    def at(cls, path: AnyLocation) -> Self:
+        """Read the headers of the files at a location. Raises as the constructor."""
+        location = Location.of(path)
+        file = Place.of_file(location) if location.url.endswith(".safetensors") else None
+        return cls(file or Place(location.url, location.open()))
 
     def _keys(self, names: Sequence[str]) -> list[str]:
         found = [name for name in names if name.endswith(".safetensors")]

@@ -20,7 +20,7 @@ from ..format.values import Container, path_name
 from ..storage_backends.base import StorageBackend
 from ..tensors.shards import Path
 from .matching import Match, Target, mismatch_error
-from .options import Fault, LoadOptions
+from .options import Fault, LoadRequest
 from .shared_reads.negotiation import Answer, ReadOffer, answer_offers
 from .stored import OpenCheckpoint, OpenSection
 
@@ -60,7 +60,7 @@ class Verdict:
             raise self.mismatch
 
 
-def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options: LoadOptions, match: Match) -> _Claims:
+def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options: LoadRequest, match: Match) -> _Claims:
     """Collect the stored names that this rank's targets use, or may ignore."""
     tensors: _Bits = np.zeros(len(checkpoint.manifest.tensors), np.bool_)
     tensors[match.rows] = True  # some fill tensors of other names
@@ -83,7 +83,7 @@ def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options:
     return _Claims(np.packbits(tensors).tobytes(), np.packbits(np.array(values, np.bool_)).tobytes(), sorted(unused))
 
 
-def _known_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options: LoadOptions) -> list[str]:
+def _known_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options: LoadRequest) -> list[str]:
     """All names that patterns may match on this rank; none if there are no patterns."""
     if options.selection.selects_all:
         return []
@@ -95,7 +95,7 @@ def _known_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options:
     return known
 
 
-def _unmatched(checkpoint: OpenCheckpoint, options: LoadOptions, known: Sequence[str]) -> list[Fault]:
+def _unmatched(checkpoint: OpenCheckpoint, options: LoadRequest, known: Sequence[str]) -> list[Fault]:
     """The patterns and renames that match nothing on this rank. They are faults if they match nothing on any rank."""
     sections = checkpoint.sections.values()
     unlisted = [section.name for section in sections if section.is_stored and not section.is_read]
@@ -108,7 +108,7 @@ def agree(
     op: Operation,
     backend: StorageBackend,
     checkpoint: OpenCheckpoint,
-    options: LoadOptions,
+    options: LoadRequest,
     targets: Sequence[Target],
     *,
     match: Match,
@@ -139,7 +139,7 @@ def agree(
 
 
 def _decide(
-    backend: StorageBackend, checkpoint: OpenCheckpoint, options: LoadOptions, messages: Sequence[Sequence[Any]]
+    backend: StorageBackend, checkpoint: OpenCheckpoint, options: LoadRequest, messages: Sequence[Sequence[Any]]
 ) -> list[Any]:
     """Rank 0's verdict as plain data, from the messages of all ranks."""
     faults, tensors, values, unused, offers, unmatched = zip(*messages)
@@ -154,7 +154,7 @@ def _decide(
 
 
 def _unclaimed_tensors(
-    checkpoint: OpenCheckpoint, options: LoadOptions, claims: Sequence[bytes]
+    checkpoint: OpenCheckpoint, options: LoadRequest, claims: Sequence[bytes]
 ) -> Iterable[tuple[str, str]]:
     """``(section, full name)`` of the requested sections' shared tensors that no rank claims."""
     manifest = checkpoint.manifest

@@ -19,7 +19,7 @@ from ..tensors.dtypes import is_lossless_cast, is_meaningful_cast
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionTarget, Shard
-from .options import Cast, Fault, LoadOptions
+from .options import Cast, Fault, LoadRequest
 from .overlaps import overlapping_shards
 from .sources import TensorSources
 from .stored import OpenCheckpoint, OpenSection
@@ -66,7 +66,7 @@ class Match:
         return [Request(row, shard.box, str(shard.tensor.dtype)) for row, shard in pairs]
 
 
-def match_targets(checkpoint: OpenCheckpoint, targets: Sequence[Target], options: LoadOptions) -> Match:
+def match_targets(checkpoint: OpenCheckpoint, targets: Sequence[Target], options: LoadRequest) -> Match:
     """Compare what the targets request with what is stored."""
     match = Match()
     sources = TensorSources(checkpoint)
@@ -87,7 +87,7 @@ class _SectionMatching:
     match: Match
     stored: OpenSection
     target: SectionTarget
-    options: LoadOptions
+    options: LoadRequest
     sources: TensorSources
     derived: Container[tuple[str, str]]
 

@@ -8,7 +8,7 @@ from ..format.manifest import Manifest
 from ..format.values import path_name
 from ..frameworks.per_rank import choose_rank
 from ..tensors.shards import Path
-from .options import Fault, LoadOptions, renaming
+from .options import Fault, LoadRequest, renaming
 
 __all__ = ["RankChoices", "TargetNames"]
 
@@ -20,7 +20,7 @@ class TargetNames:
     ``unused`` are the keys of a mapping that no name has matched so far.
     """
 
-    def __init__(self, manifest: Manifest, options: LoadOptions) -> None:
+    def __init__(self, manifest: Manifest, options: LoadRequest) -> None:
         self._manifest = manifest
         self._renames = options.rename is not None
         self._change = renaming(options.rename)
@@ -85,7 +85,7 @@ class RankChoices:
     def __init__(
         self,
         section: str,
-        options: LoadOptions,
+        options: LoadRequest,
         policies: Mapping[Path, str],
         *,
         saved_world_size: int,

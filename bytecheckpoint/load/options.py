@@ -1,20 +1,25 @@
-"""Options of a load: which names take part, what may differ, and how bytes are read."""
+"""The options of loads, and one load as the caller requests it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+import torch
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.location import Location
 from ..checkpoint.selection import Selection
 from ..errors import UsageError
 from ..foreign.given_rules import GivenRules, rules_argument
 from ..frameworks.per_rank import OnResize
-from ..runtime.arguments import check_arguments, check_choice, choice
+from ..rules import Rules
+from ..runtime.arguments import check_arguments, check_choice, choice, options_of
 from ..runtime.limits import DEFAULT_DEADLINE_S
 from .shared_reads.negotiation import ShareReads
 
-__all__ = ["Cast", "Fault", "LoadOptions", "Rename", "Strictness", "renaming"]
+__all__ = ["Cast", "Fault", "LoadOptions", "LoadRequest", "Rename", "Strictness", "renaming"]
 
 Cast = Literal["exact", "widen", "any"]
 """``exact``: dtypes must be equal. ``widen``: casts that keep every value are allowed. ``any``: casts may round."""
@@ -39,33 +44,80 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """The caller's choices for one load, in terms of full names (``<section>.<name>``).
+    """How checkpoints are read. A mapping of these names to values stands for it wherever it is accepted.
 
-    ``selection`` selects among the target's names. ``rename`` maps a stored full name to the target's. ``per_rank`` is
-    the policy for values of single ranks when the world size differs. ``device`` is where meta tensors get memory.
-    ``deadline_s`` bounds each wait for another rank. ``rules`` describe what is stored; ``checked`` reads them.
+    ``bytecheckpoint.open`` uses ``verify``, ``rules`` and ``deadline_s``; the others state how a state is filled.
+
+    Args:
+        verify: Check all bytes that are read against their checksums.
+        per_rank: What to do with values that were stored for each rank if the world size has changed. "error" raises.
+            "lowest" gives rank 0's value to every rank. "modulo" gives rank ``r`` the value of saved rank
+            ``r % saved_world_size``. "skip" leaves the present value.
+        device: Where meta tensors get memory.
+        rules: What the stored tensors are (``docs/rules.md``): ``bytecheckpoint.rules.Rules``, the path of a TOML file,
+            or the name of a set of rules of this library. The tensors then have the names and shapes that the rules
+            make; ``rename`` sees these names. Nothing is copied: reads go to the stored bytes.
+        share_reads: Whether one rank reads bytes that several ranks need and forwards them to the others. "auto" does
+            so where it is likely to be faster: always among ranks on several hosts; on a single host only if the files
+            are not in its page cache, and for files on its own disk only among four or more ranks. Ranks that need
+            different columns of the same matrices each read some of the rows and exchange their parts. "always" and
+            "never" override this.
+        framework: Name of the adapter to use for all sections; by default it is inferred from each object.
+        allow_pickle: Load values that are stored as pickles. Unpickling can run arbitrary code: use it only if you
+            trust the author of the checkpoint.
+        deadline_s: Seconds that each single wait may take: for another rank or for storage. By default 600, or what
+            ``JobOptions`` of a ``CheckpointManager`` say.
+
+    Example:
+        >>> bcp.load("runs/7b/step-1000", state, options=bcp.LoadOptions(per_rank="lowest"))
     """
 
+    verify: bool = True
+    per_rank: OnResize = "error"
+    device: Any = None  # a torch.device, or what names one
+    rules: GivenRules | None = None
+    share_reads: ShareReads = "auto"
     framework: str | None = None
+    allow_pickle: bool = False
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest(LoadOptions):
+    """One load: its options, and the caller's other choices, in terms of full names (``<section>.<name>``).
+
+    ``source`` is where the checkpoint is, or one that is open. ``selection`` selects among the target's names.
+    ``rename`` maps a stored full name to the target's. ``device`` and ``rules`` have the types that the code expects.
+    """
+
+    source: Location | Checkpoint
+    device: torch.device | None = None
+    rules: Rules | None = None
+    deadline_s: float = DEFAULT_DEADLINE_S
     strict: bool | Strictness | Mapping[str, bool | Strictness] = True
     selection: Selection = field(default_factory=Selection)
     rename: Rename | None = None
     cast: Cast = "widen"
-    per_rank: OnResize = "error"
-    allow_pickle: bool = False
-    verify: bool = True
-    device: Any = None  # a torch.device, or what names one; `checked` turns it into a torch.device
-    share_reads: ShareReads = "auto"
-    deadline_s: float = DEFAULT_DEADLINE_S
-    rules: GivenRules | None = None
 
-    def checked(self) -> LoadOptions:
-        """Return these options as the types that the code expects. Raises ``UsageError`` if one is invalid."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        choices = {"cast": choice(Cast), "per_rank": choice(OnResize), "share_reads": choice(ShareReads)}
-        options = replace(self, **check_arguments(values, **choices, rules=rules_argument))
-        options.selection.check()
-        return options
+    @classmethod
+    def of(cls, options: LoadOptions | Mapping[str, Any] | None, **rest: Any) -> LoadRequest:
+        """Return a load with these options and other fields, checked. Raises ``UsageError`` if one is invalid."""
+        given = options_of(LoadOptions, options)
+        values = {one.name: getattr(given, one.name) for one in fields(LoadOptions)} | rest
+        if values["deadline_s"] is None:
+            values["deadline_s"] = DEFAULT_DEADLINE_S
+        if values["rules"] is not None and isinstance(values["source"], Checkpoint):
+            raise UsageError("rules do not apply to an open Checkpoint; pass them to bcp.open")
+        choices = {"per_rank": choice(OnResize), "share_reads": choice(ShareReads), "cast": choice(Cast)}
+        request = cls(**check_arguments(values, **choices, rules=rules_argument))
+        request.selection.check()
+        return request
+
+    @property
+    def location(self) -> Location:
+        """Where the checkpoint is that is to be opened."""
+        assert isinstance(self.source, Location)
+        return self.source
 
     def check(self, sections: Iterable[str]) -> None:
         """Raise ``UsageError`` if ``strict`` is invalid for a state with these sections."""

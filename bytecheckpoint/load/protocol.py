@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
+from ..checkpoint.index import Index
 from ..control.base import Operation
 from ..engine.resources import IOEngine
-from ..foreign.opening import Location
+from ..foreign.opening import CheckpointSource
 from ..frameworks.sections import undone_on_failure
 from ..runtime.gc_pause import paused
-from .options import LoadOptions
+from .options import LoadRequest
 from .report import LoadReport
 from .run import LoadRun
 
@@ -28,10 +29,10 @@ __all__ = ["load"]
 
 
 def load(
-    engine: IOEngine, location: Location, op: Operation, state: Mapping[str, Any], options: LoadOptions
+    engine: IOEngine, source: CheckpointSource | Index, op: Operation, state: Mapping[str, Any], options: LoadRequest
 ) -> LoadReport:
     """Load ``state`` on this rank, and close ``op``. Every rank raises the same error."""
-    run = LoadRun(engine, location, op, options)
+    run = LoadRun(engine, source, op, options)
     with closing(op):
         sections = run.step(run.check, state)
         with paused(), undone_on_failure(sections):

@@ -9,15 +9,16 @@ from typing import Any, ParamSpec, TypeVar
 
 import xxhash
 
+from ..checkpoint.index import Index
 from ..control.base import Operation
 from ..engine.resources import IOEngine
-from ..foreign.opening import Location
+from ..foreign.opening import CheckpointSource
 from ..frameworks.sections import Section, check_state, resolve_sections
 from ..telemetry.trace import Timings
 from ..tensors.shards import Path
 from .agreement import Verdict, agree
 from .matching import Match, Target, match_targets
-from .options import LoadOptions
+from .options import LoadRequest
 from .reads import ReadCounts, ShardReads, plan_shard_reads, read_shards
 from .report import LoadReport
 from .shared_reads.negotiation import make_offer
@@ -40,11 +41,11 @@ class LoadPlan:
 
 
 class LoadRun:
-    """What the steps of one load share."""
+    """What the steps of one load share. ``source`` is where the checkpoint is, or one that is open on all ranks."""
 
-    def __init__(self, engine: IOEngine, location: Location, op: Operation, options: LoadOptions) -> None:
-        self.engine, self.location, self.op, self.options = engine, location, op, options
-        self.url = location.backend.url
+    def __init__(self, engine: IOEngine, source: CheckpointSource | Index, op: Operation, options: LoadRequest) -> None:
+        self.engine, self.source, self.op, self.options = engine, source, op, options
+        self.url = source.backend.url
         self.timings = Timings("load", op.rank, self.url)
 
     def step(self, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -59,8 +60,10 @@ class LoadRun:
         check_state(state)
         options.check(state)
         facts = {"path": self.url, "sections": ", ".join(sorted(state))}
-        if self.location.rules is not None:
-            facts["rules"] = xxhash.xxh3_128_hexdigest(self.location.rules.to_toml().encode())
+        if isinstance(self.source, Index):
+            facts["open checkpoint"] = f"{self.source.system} {self.source.manifest.attempt or self.source.url}"
+        if options.rules is not None:
+            facts["rules"] = xxhash.xxh3_128_hexdigest(options.rules.to_toml().encode())
         op.agree("agree", facts)
         return resolve_sections(
             state,
@@ -73,8 +76,11 @@ class LoadRun:
 
     def open(self, sections: Sequence[Section]) -> OpenCheckpoint:
         """Read what is stored of the sections."""
-        op, location = self.op, self.location
-        index = location.decode(op.broadcast("manifest", location.read() if op.rank == 0 else None))
+        op, source = self.op, self.source
+        if isinstance(source, Index):
+            index = source
+        else:
+            index = source.decode(op.broadcast("manifest", source.read() if op.rank == 0 else None))
         reader = SectionReader(index, self.options, rank=op.rank, world_size=op.world_size)
         opened = {s.name: reader.open(s.name, s.adapter.per_rank_policies(s.obj)) for s in sections}
         return OpenCheckpoint(index, reader.names, opened, reader.listed)

@@ -15,7 +15,7 @@ from ..frameworks.sections import split_rank_name
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, StoredSection
 from .names import RankChoices, TargetNames
-from .options import Fault, LoadOptions
+from .options import Fault, LoadRequest
 
 __all__ = ["OpenCheckpoint", "OpenSection", "SectionReader"]
 
@@ -91,7 +91,7 @@ class _Tensors:
 class SectionReader:
     """Opens sections of one checkpoint for one rank."""
 
-    def __init__(self, index: Index, options: LoadOptions, *, rank: int, world_size: int) -> None:
+    def __init__(self, index: Index, options: LoadRequest, *, rank: int, world_size: int) -> None:
         self._index, self._options = index, options
         self._manifest = index.manifest
         self._rank, self._world_size = rank, world_size

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .callbacks import Callbacks
 from .manager import CheckpointManager
-from .options import Cadence, ExceptionSave, Preemption, Retention
+from .options import Cadence, ExceptionSave, JobOptions, Preemption, Retention
 
-__all__ = ["Cadence", "Callbacks", "CheckpointManager", "ExceptionSave", "Preemption", "Retention"]
+__all__ = ["Cadence", "Callbacks", "CheckpointManager", "ExceptionSave", "JobOptions", "Preemption", "Retention"]

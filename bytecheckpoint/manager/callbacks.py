@@ -24,7 +24,7 @@ class Callbacks:
         on_staged: Called with the handle of a save when its tensors may change: by ``manager.save``, on the training
             thread. Not called for a save that has failed by then.
         on_committed: Called with the result of a save when its checkpoint is committed, on the thread that saves.
-        on_uploaded: With ``staging``: called with the result of a save when its checkpoint is committed below the root
+        on_uploaded: With a tier: called with the result of a save when its checkpoint is committed below the root
             too, on the thread that uploads.
         on_failed: Called with the handle of a save and its error, on the thread that saves.
         on_removed: Called on rank 0 with the URL of a checkpoint that the retention rules removed, in the background.
@@ -84,7 +84,7 @@ class CallbackRunner:
     def _ended(self, handle: SaveHandle) -> None:
         error = handle.exception()
         if error is None:
-            _call(self._callbacks.on_committed, handle.committed())
+            _call(self._callbacks.on_committed, handle.result())
         else:
             _call(self._callbacks.on_failed, handle, error)
 

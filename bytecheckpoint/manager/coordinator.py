@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import msgpack
 
-from ..checkpointer import Checkpointer
 from ..control.agreement import describe_disagreement
 from ..control.base import Operation
 from ..errors import DisagreementError, RootInUseError, StorageError, without_userinfo
 from ..save.handle import SaveHandle
+from ..session import Session
 from .options import Cadence, Preemption
 from .signals import SignalWatch
 
@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 class CoordinationRounds:
     """Opens coordination rounds, in which every rank waits at most ``deadline_s`` for the others."""
 
-    def __init__(self, checkpointer: Checkpointer, deadline_s: float) -> None:
-        self._checkpointer, self._deadline_s = checkpointer, deadline_s
+    def __init__(self, session: Session, deadline_s: float) -> None:
+        self._session, self._deadline_s = session, deadline_s
 
     def begin(self) -> Operation:
         """Begin a round. The caller closes it."""
-        return self._checkpointer.operation("manager", self._deadline_s)
+        return self._session.operation("manager", self._deadline_s)
 
     @contextmanager
     def round(self, followed_by: str = "") -> Iterator[Operation]:
@@ -80,16 +80,16 @@ class SavesInFlight:
             that reason may fail before this job has noticed it.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self) -> None:
         self.guard: Callable[[], None] = lambda: None
-        self._limit = limit
+        self.limit = 1
         self._saves: deque[SaveHandle] = deque()
 
     def add(self, handle: SaveHandle) -> None:
         self._saves.append(handle)
 
     def is_full(self) -> bool:
-        return sum(not handle.done() for handle in self._saves) >= self._limit
+        return sum(not handle.done() for handle in self._saves) >= self.limit
 
     def is_any_running(self) -> bool:
         return any(not handle.done() for handle in tuple(self._saves))
@@ -103,7 +103,7 @@ class SavesInFlight:
         with op.phase(_EARLIER_SAVES):
             while self._saves and self._saves[0].done():
                 try:
-                    self._saves.popleft().committed()
+                    self._saves.popleft().result()
                 except StorageError as error:
                     self._raise_if_lost(error)
                     raise

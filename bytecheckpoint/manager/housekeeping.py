@@ -6,19 +6,19 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of
 from ..checkpoint.discovery import is_exception_save, metric_of, milestone_of, trailing_number
+from ..checkpoint.location import Location
 from ..checkpoint.manifest_file import read_manifest
 from ..checkpoint.references import pins_of, release, sweep
 from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..save.handle import SaveHandle
-from ..storage_backends import StorageBackend, check_key, join, open_backend
+from ..storage_backends import StorageBackend, check_key
 from .options import Retention
 
 __all__ = ["Cleaner", "Committed", "Housekeeping", "StepNames", "expendable"]
@@ -132,8 +132,7 @@ class Housekeeping(Cleaner):
 
     def __init__(
         self,
-        root: str,
-        options: Mapping[str, Any],
+        root: Location,
         retention: Retention,
         job: bytes,
         *,
@@ -143,7 +142,7 @@ class Housekeeping(Cleaner):
         on_removed: Callable[[str], None] = lambda url: None,
     ) -> None:
         super().__init__()
-        self._root, self._options, self._names, self._on_removed = root, dict(options), names, on_removed
+        self._root, self._names, self._on_removed = root, names, on_removed
         self._deadline_s = deadline_s
         self._backend = self._open()
         self._retention, self._job = retention, job
@@ -152,9 +151,7 @@ class Housekeeping(Cleaner):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bcp-housekeeping")
 
     def _open(self, *name: str) -> StorageBackend:
-        backend = open_backend(join(self._root, *name), **self._options)
-        backend.deadline_s = self._deadline_s
-        return backend
+        return self._root.join(*name).open(self._deadline_s)
 
     def follow(self, save: SaveHandle, saved: Committed) -> None:
         """Once this save is committed, forget it and remove the checkpoints that no rule keeps. Returns at once."""
@@ -252,7 +249,7 @@ class Housekeeping(Cleaner):
             _log.info("%s: removing %s", self._root, name)
             self._backend.delete([f"{name}/{MANIFEST_KEY}"])
         release(folder, manifest, has_ended=self._is_of_ended_job)
-        self._on_removed(join(self._root, name))
+        self._on_removed(self._root.join(name).url)
 
 
 def _is_committed(save: SaveHandle) -> bool:

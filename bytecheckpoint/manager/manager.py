@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,26 +26,24 @@ from ..checkpoint.discovery import (
     find_milestone,
     find_newest,
 )
-from ..checkpoint.nearest import is_store_silent, note_silent_store, with_staging
+from ..checkpoint.location import AnyLocation, Location, Tier
 from ..checkpoint.selection import Selection
-from ..checkpointer import Checkpointer, default_checkpointer
+from ..checkpointer import Checkpointer, session_of
 from ..control.base import Operation
 from ..control.peers import PeerIdentity
 from ..errors import CheckpointError, KeyNotFoundError, UnsupportedVersionError, UsageError
+from ..load.options import Cast, LoadOptions, LoadRequest, Rename, Strictness
 from ..load.report import LoadReport
-from ..planners import Layout
-from ..runtime.arguments import STEP, check_arguments, check_choice
+from ..runtime.arguments import STEP, check_arguments, check_choice, deadline_of, options_of
 from ..runtime.limits import DEFAULT_DEADLINE_S
 from ..save.handle import SaveHandle
-from ..save.options import SaveOptions, WaitFor, WhenBusy
-from ..save.replicas import Replicas
-from ..storage_backends import join, open_backend, url_text
+from ..save.options import SaveOptions, SaveRequest
 from .callbacks import CallbackRunner, Callbacks
-from .coordinator import Call, CoordinationRounds, Decision, SaveCoordinator, SavesInFlight
+from .coordinator import Call, CoordinationRounds, Decision, SaveCoordinator
 from .housekeeping import Committed, Housekeeping, StepNames
 from .last_save import agree_on_last_save
 from .lease import HEARTBEATS_PER_LEASE, Lease, check_holder
-from .options import Cadence, ExceptionSave, Preemption, Retention
+from .options import Cadence, ExceptionSave, JobOptions, Preemption, Retention, checked_job
 from .resources import ManagerResources
 from .signals import SignalWatch
 from .staging import StagingFolder
@@ -67,55 +64,33 @@ class CheckpointManager:
 
     Create one manager per root and job, on every rank. Call every method on every rank, from the training thread;
     only ``request_save`` may be called on a single rank and from any thread. Checkpoints are the folders
-    ``step-<number>`` of the root (``name_template``); nothing else below the root is touched. A lease on the root
-    prevents two jobs from saving there by mistake.
+    ``step-<number>`` of the root (``JobOptions.name_template``); nothing else below the root is touched. A lease on the
+    root prevents two jobs from saving there by mistake.
 
     Args:
-        root: Local path or URL below which the checkpoints are saved.
-        name_template: The names of the checkpoints' folders; it ends in ``{step}``, with zeros if you like
-            (``{step:08d}``).
+        root: Local path, URL or ``Location`` below which the checkpoints are saved. With a tier, ``resume`` and the
+            other searches also find, and prefer, what is in the tier; a new manager continues the uploads of earlier
+            jobs from its machine; ``wait`` and ``close`` wait for uploads, and an upload that fails does not disturb
+            the training before. On a preemption signal or an exception, uploads that do not end within the grace period
+            (``Preemption.grace_s``) are stopped.
         cadence: When saves are due. An int ``n`` is short for ``Cadence(every_steps=n)``. With None, only
             ``save(..., force=True)``, ``request_save`` and preemption save.
         keep: Which checkpoints to keep. An int ``n`` is short for ``Retention(last=n)``; None keeps all. Others are
             removed on rank 0, in a background thread, after a new checkpoint is committed.
+        async_save: Whether ``save`` returns once the state is copied.
+        save: How to save: ``SaveOptions``, or a mapping of its fields. ``gate`` has no effect if ``async_save`` is
+            False.
+        load: How ``resume`` loads: ``LoadOptions``, or a mapping of its fields.
+        job: How the job runs its saves: ``JobOptions``, or a mapping of its fields.
         callbacks: Functions to call when a save is staged, committed or failed, or a checkpoint is removed.
         preemption: Signals on which all ranks save and exit; by default SIGTERM. None handles no signals.
-        save_on_exception: Save when an exception leaves ``with manager:``, in a checkpoint that ``resume`` ignores. A
-            state, or a function that returns it, is short for ``ExceptionSave(state=...)``. The same on all ranks.
-        async_save: Whether ``save`` returns once the state is copied. The other save options mean the same as in
-            ``bytecheckpoint.save``.
-        max_in_flight: How many asynchronous saves may run at a time.
-        when_busy: What happens if a save is due while ``max_in_flight`` saves run: "wait" for the oldest one, or
-            "skip" the new one.
-        framework: As in ``bytecheckpoint.save``.
-        layout: As in ``bytecheckpoint.save``.
-        include: As in ``bytecheckpoint.save``.
-        exclude: As in ``bytecheckpoint.save``.
-        trainable_only: As in ``bytecheckpoint.save``.
-        replicas: As in ``bytecheckpoint.save``.
-        codec: As in ``bytecheckpoint.save``.
-        base: As in ``bytecheckpoint.save``.
-        gate: As in ``bytecheckpoint.save``; ignored if ``async_save`` is False.
-        staging: As in ``bytecheckpoint.save``. ``resume`` and the other searches also find, and prefer, what is in the
-            folder. A new manager continues the uploads of earlier jobs from its machine. ``wait`` and ``close`` wait
-            for uploads; an upload that fails does not disturb the training before. On a preemption signal or an
-            exception, uploads that do not end within the grace period (``Preemption.grace_s``) are stopped.
-        keep_staged: How many checkpoints stay in the staging folder; those that are not uploaded yet stay anyway.
-        wait_for: As in ``bytecheckpoint.save``, for the handles of asynchronous saves only: an upload that runs or
-            fails is no reason for any ``save`` to wait or to raise.
-        upload_rate: As in ``bytecheckpoint.save``.
-        allow_pickle: As in ``bytecheckpoint.save``.
-        metadata: Plain values that are stored with every checkpoint. The keys ``"metrics"``, ``"milestone"``
-            and ``"bytecheckpoint.exception"`` are reserved.
-        deadline_s: Seconds that each wait for another rank, for staging memory or for storage may take.
-        lease_s: Seconds without a heartbeat after which another job may take the root over.
-        coordinate_every_s: About how often, in seconds, ranks exchange signals, requests and clock-based decisions;
-            a smaller value reacts faster and costs more small messages.
-        storage_options: Options for the storage backend, such as credentials.
+        on_exception: Save when an exception leaves ``with manager:``, in a checkpoint that ``resume`` ignores. A state,
+            or a function that returns it, is short for ``ExceptionSave(state=...)``. The same on all ranks.
+        storage_options: Options for the storage backend of a path; a ``Location`` has its own.
         checkpointer: The ``Checkpointer`` to use, if the shared one has the wrong memory budget or communicator.
 
     Attributes:
-        root: The root, as a string.
+        root: The root, as a ``Location``.
         preempted: Whether a preemption signal made all ranks save.
 
     Raises:
@@ -136,95 +111,48 @@ class CheckpointManager:
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: AnyLocation,
         *,
-        name_template: str = "step-{step}",
         cadence: Cadence | int | None = None,
         keep: Retention | int | None = None,
+        async_save: bool = True,
+        save: SaveOptions | Mapping[str, Any] | None = None,
+        load: LoadOptions | Mapping[str, Any] | None = None,
+        job: JobOptions | Mapping[str, Any] | None = None,
         callbacks: Callbacks | None = None,
         preemption: Preemption | None = _LEAVE_ON_SIGTERM,
-        save_on_exception: ExceptionSave | State | None = None,
-        async_save: bool = True,
-        max_in_flight: int = 1,
-        when_busy: WhenBusy = "wait",
-        framework: str | None = None,
-        layout: Layout = "shards",
-        include: Sequence[str] = ("*",),
-        exclude: Sequence[str] = (),
-        trainable_only: bool = False,
-        replicas: Replicas = "auto",
-        codec: str | None = None,
-        base: str | os.PathLike[str] | None = None,
-        gate: bool = False,
-        staging: str | os.PathLike[str] | None = None,
-        keep_staged: int = 1,
-        wait_for: WaitFor = "staging",
-        upload_rate: float | None = None,
-        allow_pickle: bool = False,
-        metadata: Mapping[str, Any] | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-        lease_s: float = 15.0,
-        coordinate_every_s: float = 2.0,
+        on_exception: ExceptionSave | State | None = None,
         storage_options: Mapping[str, Any] | None = None,
         checkpointer: Checkpointer | None = None,
     ) -> None:
-        self.root = url_text(root)
+        self.root = Location.of(root, storage_options)
         self.preempted = False
-        self._checkpointer = checkpointer if checkpointer is not None else default_checkpointer()
-        self._rounds = CoordinationRounds(self._checkpointer, deadline_s)
-        self._storage_options = storage_options
-        self._staging = staging
-        self._deadline_s, self._async = deadline_s, async_save
+        self._session = session_of(checkpointer)
+        self._async = async_save
         self._preemption = preemption if preemption is not None else Preemption(signals=())
-        self._metadata: dict[str, Any] = {}
-        self._exception_save: ExceptionSave | None = None
         self._last_step: int | None = None  # that this rank completed since it started or resumed
-        self._options = SaveOptions(
-            framework=framework,
-            allow_pickle=allow_pickle,
-            deadline_s=deadline_s,
-            layout=layout,
-            selection=Selection(include, exclude),
-            trainable_only=trainable_only,
-            replicas=replicas,
-            codec=codec,
-            base=base,
-            gate=gate,
-            staging=staging,
-            wait_for=wait_for,
-            upload_rate=upload_rate,
-        )
-        self._resources = held = ManagerResources(self, self.root, SavesInFlight(max_in_flight))
+        # The first operation reports an invalid value to all ranks, within a deadline that may be invalid, too.
+        self._rounds = CoordinationRounds(self._session, deadline_of(job) or DEFAULT_DEADLINE_S)
+        self._resources = held = ManagerResources(self, self.root)
         op = self._beginning = self._rounds.begin()
         try:
             with op.phase("lease"):
-                check_arguments(
-                    {
-                        "async_save": async_save,
-                        "max_in_flight": max_in_flight,
-                        "lease_s": lease_s,
-                        "coordinate_every_s": coordinate_every_s,
-                        "keep_staged": keep_staged,
-                        "storage_options": storage_options,
-                    }
-                )
-                checked = replace(self._options, when_busy=when_busy, metadata=metadata or {}).checked()
-                self._options = replace(checked, when_busy="wait", gate=checked.gate and async_save)
-                self._metadata = dict(checked.metadata)
-                for key in (METRICS_KEY, MILESTONE_KEY, EXCEPTION_KEY):
-                    if key in self._metadata:
-                        raise UsageError(f"the metadata key {key!r} is reserved for the manager")
-                if save_on_exception is not None and not isinstance(save_on_exception, ExceptionSave):
-                    save_on_exception = ExceptionSave(state=save_on_exception)
-                self._exception_save = save_on_exception
+                check_arguments({"async_save": async_save})
+                self._job = checked_job(job)
+                self._request = self._checked_request(save)
+                self._load_options = options_of(LoadOptions, load, "load")
+                if on_exception is not None and not isinstance(on_exception, ExceptionSave):
+                    on_exception = ExceptionSave(state=on_exception)
+                self._exception_save = on_exception
                 if not isinstance(callbacks, (Callbacks, type(None))):
                     raise UsageError(f"callbacks must be a bytecheckpoint.Callbacks or None, not {callbacks!r}")
-                self._names = StepNames(name_template)
+                self._names = StepNames(self._job.name_template)
                 self._callbacks = CallbackRunner(callbacks or Callbacks())
                 if not isinstance(self._preemption, Preemption):
                     raise UsageError(f"preemption must be a bytecheckpoint.Preemption or None, not {preemption!r}")
                 cadence = cadence if isinstance(cadence, Cadence) else Cadence(every_steps=cadence)
                 self._retention = keep if isinstance(keep, Retention) else Retention(last=keep)
+                held.in_flight.limit = self._job.max_in_flight
                 held.signals = SignalWatch(
                     (*self._preemption.signals, *cadence.signals),
                     grace_s=dict.fromkeys(self._preemption.signals, self._preemption.grace_s),
@@ -234,16 +162,16 @@ class CheckpointManager:
                     cadence,
                     self._preemption,
                     held.signals,
-                    skip_when_busy=when_busy == "skip",
+                    skip_when_busy=self._job.when_busy == "skip",
                     # In a single process a round exchanges nothing and costs nothing.
-                    interval_s=coordinate_every_s if op.world_size > 1 else 0.0,
+                    interval_s=self._job.coordinate_every_s if op.world_size > 1 else 0.0,
                 )
                 if op.rank == 0:
-                    self._acquire_root(lease_s)
-            job = op.broadcast("lease", held.lease.job if held.lease is not None else None)
+                    self._acquire_root()
+            mark = op.broadcast("lease", held.lease.job if held.lease is not None else None)
             with op.phase("staging"):
-                if staging is not None:
-                    held.staging = self._stage_in(staging, keep_staged, job)
+                if self.root.tier is not None:
+                    held.staging = self._stage_in(self.root.tier, mark)
             op.gather("staging", b"")
             pending = held.staging.pending() if op.rank == 0 and held.staging is not None else b""
             pending = op.broadcast("staging", pending)
@@ -254,6 +182,23 @@ class CheckpointManager:
             raise
         finally:
             op.close()
+
+    def _checked_request(self, save: SaveOptions | Mapping[str, Any] | None) -> SaveRequest:
+        """Return what all saves have in common."""
+        options = options_of(SaveOptions, save, "save")
+        if options.deadline_s is None:
+            options = replace(options, deadline_s=self._job.deadline_s)
+        metadata = dict(self._job.metadata or {})
+        for key in (METRICS_KEY, MILESTONE_KEY, EXCEPTION_KEY):
+            if key in metadata:
+                raise UsageError(f"the metadata key {key!r} is reserved for the manager")
+        request = SaveRequest.of(
+            options,
+            location=self.root,
+            metadata=metadata,
+            selection=Selection(self._job.include, self._job.exclude),
+        )
+        return replace(request, gate=request.gate and self._async)
 
     def latest(self, *, allow_fresh: bool = False) -> Checkpoint | None:
         """Open the newest valid checkpoint below the root, the same one on all ranks.
@@ -271,7 +216,7 @@ class CheckpointManager:
             StorageError: The store failed.
             ControlError: The ranks could not work together.
         """
-        return self._find(partial(find_newest, self.root, allow_fresh=allow_fresh))
+        return self._find(partial(find_newest, allow_fresh=allow_fresh))
 
     def best(self, metric: str | None = None, mode: BestMode | None = None) -> Checkpoint | None:
         """Open the best checkpoint below the root, the same one on all ranks.
@@ -292,7 +237,7 @@ class CheckpointManager:
         if not isinstance(metric, str):
             raise UsageError("best needs a metric: pass one, or set Retention.metric")
         check_choice("mode", mode, BestMode)
-        return self._find(partial(find_best, self.root, metric, mode))
+        return self._find(partial(find_best, metric=metric, mode=mode))
 
     def milestone(self, name: str) -> Checkpoint | None:
         """Open the checkpoint that was saved as this milestone, the same one on all ranks.
@@ -308,25 +253,39 @@ class CheckpointManager:
             StorageError: The store failed.
             ControlError: The ranks could not work together.
         """
-        return self._find(partial(find_milestone, self.root, name))
+        return self._find(partial(find_milestone, name=name))
 
-    def resume(self, state: Mapping[str, Any], *, allow_fresh: bool = False, **options: Any) -> LoadReport | None:
+    def resume(
+        self,
+        state: Mapping[str, Any],
+        *,
+        allow_fresh: bool = False,
+        strict: bool | Strictness | Mapping[str, bool | Strictness] = True,
+        include: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+        rename: Rename | None = None,
+        cast: Cast = "widen",
+    ) -> LoadReport | None:
         """Load the newest valid checkpoint into ``state``.
 
         If saves are asynchronous, background threads then fault in the memory of the first one (see
         ``bytecheckpoint.warmup``).
 
-        With ``staging``, a checkpoint that is not uploaded and has files on several machines is uploaded first, which
-        may take up to half of ``deadline_s``.
+        With a tier, a checkpoint that is not uploaded and has files on several machines is uploaded first, which may
+        take up to half of ``JobOptions.deadline_s``.
 
         If a checkpoint turns out to be damaged while it is loaded, the damage is logged and the one before it is
         loaded. Only damage makes the manager fall back: a state that does not fit the checkpoint and a checkpoint of
         a newer library are errors.
 
         Args:
-            state: The state to fill in place, as in ``bytecheckpoint.load``.
+            state: The state to fill in place; this and the following mean the same as in ``bytecheckpoint.load``.
             allow_fresh: Return None if saves were made below the root but none of them is valid.
-            **options: Options of ``bytecheckpoint.load``.
+            strict: Which names may be missing or unexpected.
+            include: What to load.
+            exclude: What not to load.
+            rename: From stored names to those of the state.
+            cast: Which dtype conversions are allowed.
 
         Returns:
             The report of the load, or None if nothing was ever saved; then ``state`` is unchanged.
@@ -342,25 +301,26 @@ class CheckpointManager:
         self._last_step = None
         self._await_uploads()
         damaged: list[str] = []
-        storage_options = self._nearest()
+        root = Location.of(self.root)
         while True:
             with self._rounds.round(followed_by="load") as op:
-                search = partial(find_newest, self.root, excluding=damaged, allow_fresh=allow_fresh)
-                name = self._agree_on_name(op, search, storage_options)
+                search = partial(find_newest, excluding=damaged, allow_fresh=allow_fresh)
+                name = self._agree_on_name(op, search, root)
             if name is None:
                 return None
+            deadline_s = deadline_of(self._load_options) or self._job.deadline_s
+            make_request = partial(
+                LoadRequest.of,
+                replace(self._load_options, deadline_s=deadline_s),
+                source=root.join(name),
+                strict=strict,
+                selection=Selection(include, exclude),
+                rename=rename,
+                cast=cast,
+            )
             try:
-                with (
-                    self._rounds.reporting(op, "warmup"),
-                    self._checkpointer.following(op, "load", self._deadline_s),
-                ):
-                    report = self._checkpointer.load(
-                        join(self.root, name),
-                        state,
-                        deadline_s=self._deadline_s,
-                        storage_options=storage_options,
-                        **options,
-                    )
+                with self._rounds.reporting(op, "warmup"), self._session.following(op, "load", deadline_s):
+                    report = self._session.load(make_request, state, deadline_s=deadline_s)
             except UnsupportedVersionError:
                 raise
             except (CheckpointError, KeyNotFoundError) as error:
@@ -418,8 +378,8 @@ class CheckpointManager:
         handle = None
         if decision.save:
             is_leaving = decision.preemption_signal != 0
-            deadline_s = max(_MIN_DEADLINE_S, decision.grace_s) if is_leaving else self._deadline_s
-            with self._checkpointer.following(op, "save", deadline_s):
+            deadline_s = max(_MIN_DEADLINE_S, decision.grace_s) if is_leaving else self._request.deadline_s
+            with self._session.following(op, "save", deadline_s):
                 handle = self._begin_save(step, state, decision.metrics, milestone, deadline_s)
         if decision.preemption_signal:
             self._leave(step, decision.preemption_signal, end)
@@ -430,7 +390,7 @@ class CheckpointManager:
         self._coordinator.request()
 
     def wait(self) -> None:
-        """Wait until all saves are committed, and with ``staging`` uploaded.
+        """Wait until all saves are committed, and with a tier uploaded.
 
         Raises:
             BytecheckpointError: The failure of a save or of an upload, on all ranks.
@@ -495,7 +455,7 @@ class CheckpointManager:
                 marker = agree_on_last_save(op, self._last_step, error, options.deadline_s)
                 step = marker["steps"][0]
                 saved = Committed(self._names.on_exception(step), step, is_exception_save=True)
-                with self._checkpointer.following(op, "save", options.deadline_s):
+                with self._session.following(op, "save", options.deadline_s):
                     self._save_as(saved, options.state, {EXCEPTION_KEY: marker}, options.deadline_s, is_async=False)
             if op.rank == 0:
                 _log.warning("%s: saved %s, which only its path leads to, on %s", self.root, saved.name, marker)
@@ -507,14 +467,11 @@ class CheckpointManager:
         if not self._async:
             return
         try:
-            with self._checkpointer.following(op, "warmup", self._deadline_s):
-                self._checkpointer.warm_up_with(state, self._options, slots=1, wait=False)
+            deadline_s = self._request.deadline_s
+            with self._session.following(op, "warmup", deadline_s):
+                self._session.warm_up(lambda: self._request, state, slots=1, wait=False, deadline_s=deadline_s)
         except UsageError as error:
             _log.warning("%s: this state can be resumed but not saved: %s", self.root, error)
-
-    def _nearest(self) -> Mapping[str, Any]:
-        """Return the storage options of one search below the root, and of the load of what it finds."""
-        return with_staging(self._storage_options or {}, self._staging)
 
     def _await_uploads(self) -> None:
         """If the newest checkpoint is on several machines and not uploaded, wait for the rest of its upload."""
@@ -526,23 +483,19 @@ class CheckpointManager:
                 answer = bytes([staging.lacks_files()]) if op.rank == 0 else None
             is_needed = op.broadcast("staging", answer) != b"\0"
         if is_needed:
-            staging.wait_begun(self._deadline_s / 2)  # the other ranks wait twice as long
+            staging.wait_begun(self._job.deadline_s / 2)  # the other ranks wait twice as long
             with self._rounds.round() as op:
                 op.barrier("uploaded")
 
     def _find(self, search: Callable[..., CompleteCheckpoint | None]) -> Checkpoint | None:
         self._check_usable()
-        storage_options = self._nearest()
+        root = Location.of(self.root)
         with self._rounds.round() as op:
-            name = self._agree_on_name(op, search, storage_options)
-        if name is None:
-            return None
-        return self._checkpointer.open(
-            join(self.root, name), deadline_s=self._deadline_s, storage_options=storage_options
-        )
+            name = self._agree_on_name(op, search, root)
+        return None if name is None else self._session.open(root.join(name), deadline_s=self._job.deadline_s)
 
     def _agree_on_name(
-        self, op: Operation, search: Callable[..., CompleteCheckpoint | None], storage_options: Mapping[str, Any]
+        self, op: Operation, search: Callable[..., CompleteCheckpoint | None], root: Location
     ) -> str | None:
         """Return the name of the checkpoint that ``search`` finds on rank 0, and raise on all ranks what it raises.
 
@@ -552,12 +505,11 @@ class CheckpointManager:
         response = None
         with op.phase("find"):
             if op.rank == 0:
-                found = search(deadline_s=self._deadline_s, storage_options=storage_options)
-                response = msgpack.packb([None if found is None else found.name, is_store_silent(storage_options)])
+                found = search(root, deadline_s=self._job.deadline_s)
+                response = msgpack.packb([None if found is None else found.name, root.silence.is_silent])
         name: str | None
         name, is_silent = msgpack.unpackb(op.broadcast("found", response))
-        if is_silent:
-            note_silent_store(storage_options)
+        root.silence.is_silent |= is_silent
         return name
 
     def _coordinate(
@@ -616,26 +568,25 @@ class CheckpointManager:
     def _save_as(
         self, saved: Committed, state: State, metadata: Mapping[str, Any], deadline_s: float, *, is_async: bool
     ) -> SaveHandle:
-        options = replace(
-            self._options,
+        request = replace(
+            self._request,
+            location=self.root.join(saved.name),
             step=saved.step,
-            metadata={**self._metadata, **metadata},
+            metadata={**self._request.metadata, **metadata},
             deadline_s=deadline_s,
-            gate=self._options.gate and is_async,
-            wait_for=self._options.wait_for if is_async else "staging",
+            gate=self._request.gate and is_async,
         )
         lease, housekeeping, staging = self._resources.lease, self._resources.housekeeping, self._resources.staging
         if lease is not None:
-            options = replace(options, job=lease.job, guard=lease.check)
+            request = replace(request, job=lease.job, guard=lease.check)
         if staging is not None:
-            options = replace(options, upload_stop=staging.stop)
+            request = replace(request, upload_stop=staging.stop)
         cleaners = [one for one in (housekeeping, staging) if one is not None]
         for one in cleaners:
             one.expect(saved.name)
-        url = join(self.root, saved.name)
         try:
-            handle = self._checkpointer.save_with(
-                url, _state_factory(state), options, async_save=is_async, storage_options=self._storage_options
+            handle = self._session.save(
+                request.checked, _state_factory(state), is_async=is_async, deadline_s=deadline_s
             )
         except BaseException:
             for one in cleaners:
@@ -662,37 +613,31 @@ class CheckpointManager:
         if exits:
             raise SystemExit(128 + number)
 
-    def _acquire_root(self, lease_s: float) -> None:
-        held, backend = self._resources, open_backend(self.root, **(self._storage_options or {}))
-        backend.deadline_s = self._options.deadline_s
+    def _acquire_root(self) -> None:
+        held, backend = self._resources, self.root.open(self._job.deadline_s)
         check_is_root(backend)
         here = PeerIdentity.of_this_process(0)
-        interval_s = lease_s / HEARTBEATS_PER_LEASE
+        interval_s = self._job.lease_s / HEARTBEATS_PER_LEASE
         held.lease = Lease.acquire(backend, here, interval_s=interval_s, is_unwanted=held.finish_if_abandoned)
         held.in_flight.guard = held.lease.check
         held.housekeeping = Housekeeping(
             self.root,
-            self._storage_options or {},
             self._retention,
             held.lease.job,
             names=self._names,
-            deadline_s=self._options.deadline_s,
+            deadline_s=self._job.deadline_s,
             keep_exception_saves=self._exception_save.keep if self._exception_save is not None else None,
             on_removed=self._callbacks.removed,
         )
 
-    def _stage_in(self, staging: str | os.PathLike[str], keep: int, job: bytes) -> StagingFolder:
-        lease, backend = self._resources.lease, open_backend(self.root, **(self._storage_options or {}))
-        backend.deadline_s = self._deadline_s
+    def _stage_in(self, tier: Tier, job: bytes) -> StagingFolder:
+        lease, backend = self._resources.lease, self.root.open(self._job.deadline_s)
         return StagingFolder(
             self.root,
-            staging,
-            self._storage_options or {},
-            self._checkpointer.engine.uploads,
+            tier,
+            self._session.engine.uploads,
             self._names,
-            keep=keep,
-            rate=self._options.upload_rate,
-            deadline_s=self._options.deadline_s,
+            deadline_s=self._job.deadline_s,
             job=job,
             guard=lease.check if lease is not None else partial(check_holder, backend, job),
         )

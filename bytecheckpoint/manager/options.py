@@ -4,19 +4,69 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..checkpoint.discovery import BestMode
 from ..errors import UsageError
-from ..runtime.arguments import ARGUMENTS, Rule, choice, optional, positive_number, whole_number
+from ..runtime.arguments import (
+    ARGUMENTS,
+    Rule,
+    check_arguments,
+    choice,
+    optional,
+    options_of,
+    positive_number,
+    whole_number,
+)
+from ..runtime.limits import DEFAULT_DEADLINE_S
 
-__all__ = ["BestMode", "Cadence", "ExceptionSave", "Preemption", "PreemptionAction", "Retention"]
+__all__ = ["BestMode", "Cadence", "ExceptionSave", "JobOptions", "Preemption", "PreemptionAction", "Retention"]
+__all__ += ["WhenBusy", "checked_job"]
 
 PreemptionAction = Literal["exit", "return"]
 """What ``CheckpointManager.save`` does after it saved because of a preemption signal."""
 
 _count = optional(whole_number(1))
+
+
+WhenBusy = Literal["wait", "skip"]
+"""What happens if a save is due while earlier saves run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """How a ``CheckpointManager`` runs the saves of its job. A mapping of these names to values stands for it.
+
+    Args:
+        name_template: The names of the checkpoints' folders; it ends in ``{step}``, with zeros if you like
+            (``{step:08d}``).
+        metadata: Plain values that are stored with every checkpoint. The keys ``"metrics"``, ``"milestone"`` and
+            ``"bytecheckpoint.exception"`` are reserved.
+        include: Shell patterns of what every checkpoint stores, as in ``bytecheckpoint.save``.
+        exclude: Shell patterns of what no checkpoint stores; applied after ``include``.
+        max_in_flight: How many asynchronous saves may run at a time.
+        when_busy: What happens if a save is due while ``max_in_flight`` saves run: "wait" for the oldest one, or "skip"
+            the new one.
+        lease_s: Seconds without a heartbeat after which another job may take the root over.
+        coordinate_every_s: About how often, in seconds, ranks exchange signals, requests and clock-based decisions; a
+            smaller value reacts faster and costs more small messages.
+        deadline_s: Seconds that each wait for another rank, for staging memory or for storage may take, also in saves
+            and loads whose options have no ``deadline_s``.
+
+    Example:
+        >>> bcp.CheckpointManager("s3://runs/7b", cadence=1000, job=bcp.JobOptions(name_template="checkpoint-{step}"))
+    """
+
+    name_template: str = "step-{step}"
+    metadata: Mapping[str, Any] | None = None
+    include: Sequence[str] = ("*",)
+    exclude: Sequence[str] = ()
+    max_in_flight: int = 1
+    when_busy: WhenBusy = "wait"
+    lease_s: float = 15.0
+    coordinate_every_s: float = 2.0
+    deadline_s: float = DEFAULT_DEADLINE_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +188,7 @@ class ExceptionSave:
         UsageError: A value is out of range.
 
     Example:
-        >>> CheckpointManager(root, save_on_exception=bcp.ExceptionSave(state=state, deadline_s=120))
+        >>> CheckpointManager(root, on_exception=bcp.ExceptionSave(state=state, deadline_s=120))
     """
 
     state: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -155,6 +205,14 @@ class ExceptionSave:
         _set(self, "deadline_s", ARGUMENTS["deadline_s"])
         _set(self, "keep", whole_number(1))
         _set(self, "on_interrupt", ARGUMENTS["on_interrupt"])
+
+
+def checked_job(value: JobOptions | Mapping[str, Any] | None) -> JobOptions:
+    """Return the options of a job with the types that the code expects. Raises ``UsageError`` if one is invalid."""
+    options = options_of(JobOptions, value, "job")
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    job = JobOptions(**check_arguments(values, when_busy=choice(WhenBusy)))
+    return job if job.deadline_s else replace(job, deadline_s=DEFAULT_DEADLINE_S)
 
 
 def _set(options: object, name: str, rule: Rule) -> None:

@@ -11,6 +11,7 @@ import os
 import weakref
 from functools import partial
 
+from ..checkpoint.location import Location
 from ..runtime.exit import before_exit
 from .coordinator import SavesInFlight
 from .housekeeping import Housekeeping
@@ -26,10 +27,10 @@ _log = logging.getLogger(__name__)
 class ManagerResources:
     """The resources of one manager on one rank. ``lease`` and ``housekeeping`` exist on rank 0 only."""
 
-    def __init__(self, owner: object, root: str, in_flight: SavesInFlight) -> None:
+    def __init__(self, owner: object, root: Location) -> None:
         self._owner, self._root = weakref.ref(owner), root
         self._pid = os.getpid()
-        self.in_flight = in_flight
+        self.in_flight = SavesInFlight()
         self.signals = SignalWatch(())
         self.lease: Lease | None = None
         self.housekeeping: Housekeeping | None = None

@@ -1,26 +1,25 @@
-"""What a manager with ``staging`` does in the folder of its machine: continue uploads, and remove what was uploaded."""
+"""What a manager with a tier does in the folder of its machine: continue uploads, and remove what was uploaded."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgpack
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of
+from ..checkpoint.location import Location, Tier
 from ..checkpoint.manifest_file import adopt, decode_manifest, read_manifest, read_manifest_bytes
 from ..checkpoint.nearest import open_staging
-from ..errors import BytecheckpointError, CheckpointError, StorageError, UsageError, without_userinfo
+from ..errors import BytecheckpointError, CheckpointError, StorageError, UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..save.handle import SaveHandle
-from ..storage_backends import join, open_backend
 from ..storage_backends.local.backend import LocalBackend
 from ..transfer.journal import find_journals
 from ..transfer.staged import continue_upload, is_pending, remove_superseded
@@ -36,19 +35,16 @@ _MANY_WAITING = 4  # checkpoints for the upload; more is not a peak any more
 
 @dataclass(eq=False)
 class StagingFolder(Cleaner):
-    """The staging folder of the manager's root, on each rank. Several ranks of a machine may share it.
+    """The tier of the manager's root, on each rank. Several ranks of a machine may share it.
 
-    ``uploads`` is the thread that uploads. The newest ``keep`` checkpoints stay, and all that are not uploaded yet.
-    ``job`` marks the attempts of this job; ``guard`` raises if it has lost the root.
+    ``uploads`` is the thread that uploads. The newest ``tier.keep`` checkpoints stay, and all that are not uploaded
+    yet. ``job`` marks the attempts of this job; ``guard`` raises if it has lost the root.
     """
 
-    root: str
-    path: str | os.PathLike[str]
-    storage_options: Mapping[str, Any]
+    root: Location
+    tier: Tier
     uploads: ThreadPoolExecutor
     names: StepNames
-    keep: int
-    rate: float | None
     deadline_s: float
     job: bytes
     guard: Callable[[], None]
@@ -59,7 +55,7 @@ class StagingFolder(Cleaner):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._folder = open_staging(self.path, open_backend(self.root, **self.storage_options))
+        self._folder = open_staging(self.tier.path, self.root.open())
 
     def pending(self) -> bytes:
         """Return the manifests of the checkpoints here that are not uploaded, for ``begin`` on other machines."""
@@ -107,7 +103,7 @@ class StagingFolder(Cleaner):
                 "them; save less often, choose a codec, or raise upload_rate if it is set",
                 self._folder.url,
                 waiting,
-                without_userinfo(self.root),
+                self.root,
             )
         save.add_uploaded_callback(partial(self._after_upload, name))
 
@@ -160,7 +156,7 @@ class StagingFolder(Cleaner):
                 self._remove_unfinished(name)
             self._remove_old()
         except Exception as error:  # noqa: BLE001 - training goes on without it
-            _log.warning("%s: the staging folder could not be tidied: %s", self._folder.url, error, exc_info=True)
+            _log.warning("%s: the tier could not be tidied: %s", self._folder.url, error, exc_info=True)
 
     def _adopt(self, folder: LocalBackend, data: bytes) -> None:
         manifest = decode_manifest(data, folder.url)
@@ -182,14 +178,13 @@ class StagingFolder(Cleaner):
             name = os.path.relpath(os.path.dirname(path), self._folder.url)
             if head.rank is None or head.direction != "to" or not self.names.is_managed(name):
                 continue
-            store = open_backend(join(self.root, name), **self.storage_options)
-            store.deadline_s = self.deadline_s
+            store = self.root.join(name).open(self.deadline_s)
             try:
                 continue_upload(
                     LocalBackend(os.path.dirname(path)),
                     store,
                     head,
-                    rate_limit=self.rate,
+                    rate_limit=self.tier.upload_rate,
                     admit=self.guard,
                     gives_up=gives_up,
                     stop=stop,
@@ -219,7 +214,7 @@ class StagingFolder(Cleaner):
             except (CheckpointError, StorageError):
                 continue  # it was never committed, or another rank has removed it
             found.append((manifest.created, name, manifest.attempt))
-        for _, name, attempt in sorted(found)[: -self.keep]:
+        for _, name, attempt in sorted(found)[: -self.tier.keep]:
             folder = LocalBackend(os.path.join(self._folder.url, name))
             with self._lock:
                 if self._expected[name] or any(True for _ in find_journals(folder.url)):

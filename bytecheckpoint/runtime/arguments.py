@@ -5,19 +5,23 @@ A rule returns the argument as the type that the code expects (a numpy integer a
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
 
 from ..errors import UsageError
 
-__all__ = ["ARGUMENTS", "STEP", "Rule", "check_arguments", "check_choice", "choice", "optional", "positive_number"]
-__all__ += ["whole_number"]
+__all__ = ["ARGUMENTS", "STEP", "Rule", "check_arguments", "check_choice", "choice", "deadline_of", "optional"]
+__all__ += ["options_of", "positive_number", "whole_number"]
+
+_T = TypeVar("_T")
 
 Rule: TypeAlias = Callable[[str, Any], Any]
 """A function of an argument's name and value."""
@@ -145,26 +149,25 @@ ARGUMENTS: Mapping[str, Rule] = {
     "codec": optional(_text),
     "chunk_size": optional(whole_number(_MIN_CHUNK_SIZE, _MAX_CHUNK_SIZE)),
     "coordinate_every_s": _seconds(_MAX_INTERVAL_S),
-    "deadline_s": _seconds(_MAX_DEADLINE_S),
+    "deadline_s": optional(_seconds(_MAX_DEADLINE_S)),
     "device": optional(_device),
     "force": _flag,
     "framework": optional(_text),
     "gate": _flag,
     "grace_s": _seconds(_MAX_INTERVAL_S),
-    "keep_staged": whole_number(1),
     "lease_s": _seconds(_MAX_INTERVAL_S),
     "max_in_flight": whole_number(1),
     "metadata": _mapping,
     "metric": optional(_text),
     "milestone": optional(_text),
     "on_interrupt": _flag,
+    "overwrite": _flag,
+    "path": _path,
     "poll_s": _seconds(_MAX_INTERVAL_S),
     "rename": _renaming,
     "slots": whole_number(0),
     "step": optional(STEP),
-    "staging": optional(_path),
     "storage_options": _mapping,
-    "upload_rate": optional(positive_number),
     "timeout_s": optional(_seconds(_MAX_DEADLINE_S)),
     "trainable_only": _flag,
     "verify": _flag,
@@ -187,3 +190,45 @@ def check_arguments(arguments: Mapping[str, Any], **rules: Rule) -> dict[str, An
     """
     known = {**ARGUMENTS, **rules}
     return {name: known[name](name, value) if name in known else value for name, value in arguments.items()}
+
+
+def options_of(
+    kind: type[_T], value: _T | Mapping[str, Any] | None, name: str = "options", *, used: Sequence[str] = ()
+) -> _T:
+    """Return the argument ``name`` as an object of options.
+
+    Args:
+        kind: The dataclass of the options.
+        value: An object of this class, a mapping of its fields' names to values, or None for the defaults.
+        name: The argument.
+        used: The fields that have an effect, if not all have: others must have their defaults.
+
+    Returns:
+        The options. Their values are not checked.
+
+    Raises:
+        UsageError: It is something else, has keys that are no options, or options that have no effect.
+    """
+    options = value if isinstance(value, kind) else _from_mapping(kind, value, name)
+    idle = [field.name for field in fields(kind) if field.name not in (used or field.name)]  # type: ignore[arg-type]
+    idle = [one for one in idle if getattr(options, one) != getattr(kind(), one)]
+    if idle:
+        raise UsageError(f"{', '.join(idle)} of {name} would have no effect here; only {', '.join(used)} have one")
+    return options
+
+
+def _from_mapping(kind: type[_T], value: Any, name: str) -> _T:
+    if value is not None and not isinstance(value, Mapping):
+        raise UsageError(f"{name} must be a {kind.__name__} or a mapping of its options, not {value!r:.80}")
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    unknown = [str(key) for key in value or () if key not in known]
+    if unknown:
+        similar = {key: difflib.get_close_matches(key, known, n=1) for key in unknown}
+        listed = (f"{key!r}" + (f" (did you mean {found[0]!r}?)" if found else "") for key, found in similar.items())
+        raise UsageError(f"{name} has no {', '.join(listed)}; {kind.__name__} has {', '.join(known)}")
+    return kind(**(value or {}))
+
+
+def deadline_of(options: object) -> Any:
+    """Return the ``deadline_s`` of an object or a mapping of options, which need not be valid; None if it has none."""
+    return options.get("deadline_s") if isinstance(options, Mapping) else getattr(options, "deadline_s", None)

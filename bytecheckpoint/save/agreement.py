@@ -26,15 +26,13 @@ from ..planners import CONTRIBUTION_BYTES, CachedPlan, PlanCache, pack_boxes
 from .local_state import Listing, LocalState
 from .selection import raise_unmatched
 
-__all__ = ["NewPlan", "Plans", "RankSummary", "SaveShare", "SkipSave", "agree", "pack_parts", "unpack_parts"]
+__all__ = ["NewPlan", "Plans", "RankSummary", "SaveShare", "agree", "pack_parts", "unpack_parts"]
 
 Plans = PlanCache[FileLayout, MergeWork]
 PlannedShare = CachedPlan[FileLayout, MergeWork]
 
-# The first byte of a rank's first message: one of _KNOWN and _NEW, plus _BUSY if it would wait for staging memory.
-_KNOWN, _NEW, _BUSY = 1, 2, 4
-# The first byte of rank 0's verdict.
-_REUSE, _PLAN, _SKIP = b"g", b"p", b"s"
+_KNOWN, _NEW = b"\1", b"\2"  # the first byte of a rank's first message
+_REUSE, _PLAN = b"g", b"p"  # the first byte of rank 0's verdict
 
 _MAX_PARTS_BYTES = 1 << 32
 
@@ -69,11 +67,6 @@ class SaveShare:
 
     attempt: str
     planned: PlannedShare
-
-
-@dataclass(frozen=True)
-class SkipSave:
-    """A rank would have to wait for staging memory, and the caller asked to skip the save in that case."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,14 +109,8 @@ class RankSummary(NamedTuple):
 
 
 def agree(
-    op: Operation,
-    plans: Plans,
-    local: LocalState,
-    arguments: Mapping[str, str],
-    *,
-    is_busy: bool = False,
-    job: bytes = b"",
-) -> SaveShare | NewPlan | SkipSave:
+    op: Operation, plans: Plans, local: LocalState, arguments: Mapping[str, str], *, job: bytes = b""
+) -> SaveShare | NewPlan:
     """Find out whether an earlier plan is still valid; if not, send rank 0 what it needs to make a new one.
 
     Args:
@@ -131,7 +118,6 @@ def agree(
         plans: The plans of earlier saves of this process.
         local: What this rank holds.
         arguments: The arguments that must be equal on all ranks.
-        is_busy: This rank would have to wait for staging memory and asks all ranks to skip the save.
         job: Mark of the job, which becomes part of the attempt's name.
 
     Raises:
@@ -139,10 +125,8 @@ def agree(
         UsageError: Patterns select nothing on any rank. Raised in the same way.
     """
     known = plans.find(local.fingerprint)
-    received = op.gather("agree", _first_message(local, arguments, known, is_busy=is_busy))
+    received = op.gather("agree", _first_message(local, arguments, known))
     verdict = op.broadcast("verdict", None if received is None else _verdict(received, known, job))
-    if verdict[:1] == _SKIP:
-        return SkipSave()
     if verdict[:1] == _REUSE:
         assert known is not None
         local.separate(known.separated)
@@ -159,20 +143,15 @@ def agree(
     return NewPlan(listing, summaries)
 
 
-def _first_message(
-    local: LocalState, arguments: Mapping[str, str], known: PlannedShare | None, *, is_busy: bool
-) -> bytes:
-    flag = (_NEW if known is None else _KNOWN) | (_BUSY if is_busy else 0)
+def _first_message(local: LocalState, arguments: Mapping[str, str], known: PlannedShare | None) -> bytes:
     if known is None:
-        return bytes([flag])
+        return _NEW
     shared = msgpack.packb([known.plan_id, sorted(arguments.items())])
-    return bytes([flag]) + known.checks.summarize(local.contents, shared, local.declared.checksum())
+    return _KNOWN + known.checks.summarize(local.contents, shared, local.declared.checksum())
 
 
 def _verdict(received: Sequence[bytes], known: PlannedShare | None, job: bytes) -> bytes:
-    if any(message[0] & _BUSY for message in received):
-        return _SKIP
-    if known is None or known.comparison is None or any(message[0] != _KNOWN for message in received):
+    if known is None or known.comparison is None or any(message[:1] != _KNOWN for message in received):
         return _PLAN
     if not known.comparison.is_unchanged([message[1:] for message in received]):
         return _PLAN

@@ -20,7 +20,7 @@ from ..engine.files import FileLayout
 from ..engine.writing import WrittenFile
 from ..storage_backends.base import StorageBackend
 from .engine import SaveEngine
-from .options import AUTO, SaveOptions
+from .options import AUTO, SaveRequest
 
 __all__ = ["choose_codec", "note_rate"]
 
@@ -37,7 +37,7 @@ class _Measured(NamedTuple):
     ratio: float  # encoded bytes per byte
 
 
-def choose_codec(engine: SaveEngine, backend: StorageBackend, options: SaveOptions, files: Sequence[FileLayout]) -> str:
+def choose_codec(engine: SaveEngine, backend: StorageBackend, options: SaveRequest, files: Sequence[FileLayout]) -> str:
     """Return the codec of this rank's tensor files, "raw" for none."""
     if options.codec != AUTO:
         return options.codec or "raw"

@@ -27,7 +27,7 @@ from ..version import VERSION
 from .agreement import SaveShare
 from .engine import LastCommit
 from .incremental import Base
-from .options import SaveOptions
+from .options import SaveRequest
 from .record import Confirmations, WrittenFiles, build_manifest, pack_written
 from .uploading import SaveUpload
 
@@ -53,7 +53,7 @@ class SaveCommit:
         self,
         op: Operation,
         backend: StorageBackend,
-        options: SaveOptions,
+        options: SaveRequest,
         share: SaveShare,
         timings: Timings,
         *,

@@ -21,7 +21,7 @@ from ..errors import UsageError
 from ..format.hf_index import CONFIG_KEY, INDEX_KEY, index_document
 from ..format.manifest import COMPANION
 from ..planners import SavePlan
-from .options import SaveOptions
+from .options import SaveRequest
 
 __all__ = ["StoredModel", "companion_images", "find_models", "refuse_adapters"]
 
@@ -47,7 +47,7 @@ def find_models(state: Mapping[str, Any]) -> list[StoredModel]:
     return found
 
 
-def refuse_adapters(state: Mapping[str, Any], options: SaveOptions) -> None:
+def refuse_adapters(state: Mapping[str, Any], options: SaveRequest) -> None:
     """Raise ``UsageError`` for a model of PEFT that would be stored with ``layout="whole"``.
 
     Its names are those of PEFT's wrappers, in which ``from_pretrained`` finds none of the model's weights: it would

@@ -10,7 +10,7 @@ from ..engine.staging.staging import Staging
 from ..errors import without_userinfo
 from ..telemetry.trace import Timings
 from ..transfer.transfer import TransferReport
-from .lifecycle import SaveLifecycle, SaveState
+from .lifecycle import SaveLifecycle
 
 __all__ = ["SaveHandle", "SaveProgress", "SaveResult"]
 
@@ -20,8 +20,7 @@ class SaveProgress:
     """How far a save is on this rank.
 
     Attributes:
-        state: ``preparing``, ``queued``, ``merging``, ``writing``, ``committed``, ``failing``, ``failed`` or
-            ``skipped``.
+        state: ``preparing``, ``queued``, ``merging``, ``writing``, ``committed``, ``failing`` or ``failed``.
         bytes_written: Bytes that this rank has written.
         bytes_total: Bytes that this rank will write; 0 while the save is being planned.
     """
@@ -55,10 +54,12 @@ class SaveResult:
 class SaveHandle:
     """A save in progress, or one that has ended. Thread-safe.
 
-    The checkpoint exists, durably and for every reader, once ``result`` returns; with ``staging``, it is in the
-    staging folders once ``committed`` returns, and at its path once ``uploaded`` returns. If ``result`` raises, it
-    does not exist, except after ``CommitUnknownError`` (the outcome is unknown) and ``SavePendingError`` (the save
-    continues).
+    As with ``concurrent.futures``, ``result``, ``exception``, ``done`` and ``add_done_callback`` refer to one event:
+    the commit, after which the checkpoint exists, durably and for every reader. If ``result`` raises, it does not
+    exist, except after ``CommitUnknownError`` (the outcome is unknown) and ``SavePendingError`` (the save continues).
+
+    With a tier (``bytecheckpoint.Location``), that is the commit in the tier. ``uploaded``, ``is_uploaded`` and
+    ``add_uploaded_callback`` refer to the later one, in the store.
 
     Attributes:
         url: Where the checkpoint is saved.
@@ -78,16 +79,7 @@ class SaveHandle:
         self._lifecycle = lifecycle
         self._staging: Staging | None = None
         self._upload: SaveLifecycle[TransferReport] | None = None
-        self._waits_for_upload = False
         self._bytes_total = 0
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the save was skipped because it would have had to wait (``when_busy="skip"``).
-
-        ``result`` then raises ``SaveSkippedError``.
-        """
-        return self._lifecycle.state is SaveState.SKIPPED
 
     def staged(self) -> bool:
         """Return whether the state is copied.
@@ -131,11 +123,11 @@ class SaveHandle:
         return SaveProgress(self._lifecycle.state.name.lower(), nbytes, max(self._bytes_total, nbytes))
 
     def done(self) -> bool:
-        """Return whether the save has ended, successfully or not; an upload may go on."""
+        """Return whether the save has ended, successfully or not; with a tier, the upload may go on."""
         return self._lifecycle.state.is_final
 
     def result(self, timeout: float | None = None) -> SaveResult:
-        """Wait until the checkpoint is committed; with ``staging``, where ``wait_for`` of the save says.
+        """Wait until the checkpoint is committed; with a tier, in the tier.
 
         Args:
             timeout: Seconds to wait; None waits without a limit.
@@ -146,30 +138,13 @@ class SaveHandle:
         Raises:
             SavePendingError: The save has not ended after ``timeout`` seconds and continues. It is a ``TimeoutError``.
             UsageError: This process was forked from the one that saves.
-            SaveSkippedError: The save was skipped.
             CommitUnknownError: The checkpoint may or may not exist.
             BytecheckpointError: The failure, on whichever rank it occurred. Nothing was committed.
-        """
-        return self.uploaded(timeout) if self._waits_for_upload else self.committed(timeout)
-
-    def committed(self, timeout: float | None = None) -> SaveResult:
-        """Wait until the checkpoint is committed, with ``staging`` in the staging folders.
-
-        Args:
-            timeout: Seconds to wait; None waits without a limit.
-
-        Returns:
-            What was committed.
-
-        Raises:
-            BytecheckpointError: As ``result``.
         """
         return self._lifecycle.result(timeout)
 
     def uploaded(self, timeout: float | None = None) -> SaveResult:
-        """Wait until the checkpoint is committed at the path of the save, also with ``staging``.
-
-        Without ``staging``, the same as ``committed``.
+        """Wait until the checkpoint is committed at the path of the save; without a tier, the same as ``result``.
 
         Args:
             timeout: Seconds to wait; None waits without a limit.
@@ -180,12 +155,12 @@ class SaveHandle:
         Raises:
             SavePendingError: The upload has not ended after ``timeout`` seconds and continues.
             BytecheckpointError: What ``result`` raises, or why the upload failed on any rank. The checkpoint is then
-                still in the staging folders, from where ``bcp upload`` continues.
+                still in the tier, from where ``bcp upload`` continues.
         """
         end = None if timeout is None else time.monotonic() + timeout
         if self._upload is not None:
             self._upload.result(timeout)
-        return self.committed(None if end is None else max(0.0, end - time.monotonic()))
+        return self.result(None if end is None else max(0.0, end - time.monotonic()))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the save has ended, and return its error instead of raising it. Does not wait for an upload.
@@ -194,7 +169,7 @@ class SaveHandle:
             timeout: Seconds to wait; None waits without a limit.
 
         Returns:
-            The error that ``committed`` raises; None if the checkpoint is committed.
+            The error that ``result`` raises; None if the checkpoint is committed.
 
         Raises:
             SavePendingError: The save has not ended after ``timeout`` seconds and continues.

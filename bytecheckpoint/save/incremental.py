@@ -19,6 +19,7 @@ import numpy as np
 
 from ..checkpoint import references
 from ..checkpoint.discovery import find_newest
+from ..checkpoint.location import Location
 from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes, rest_of_deadline
 from ..codecs import PlainCodec
 from ..control.base import Operation
@@ -39,7 +40,7 @@ from ..storage_backends import folder_name, open_like, open_sibling, parent_url
 from ..storage_backends.base import StorageBackend
 from ..tensors.tables import ragged_positions
 from .engine import LastCommit, SaveEngine
-from .options import AUTO, SaveOptions
+from .options import AUTO, SaveRequest
 
 __all__ = ["MAX_FOLDERS", "Base", "BaseShare", "find_base", "share_base"]
 
@@ -151,7 +152,7 @@ class BaseShare:
         return BaseChunks(checksum, length, frame_checksum, source, offset, is_usable)
 
 
-def find_base(engine: SaveEngine, backend: StorageBackend, options: SaveOptions, attempt: str) -> Base | None:
+def find_base(engine: SaveEngine, backend: StorageBackend, options: SaveRequest, attempt: str) -> Base | None:
     """Choose the base of a save on rank 0, and pin it. Returns None if everything must be written.
 
     Raises:
@@ -174,7 +175,7 @@ def find_base(engine: SaveEngine, backend: StorageBackend, options: SaveOptions,
         )
         return None
     try:
-        references.pin(backend, attempt, base.older, for_upload=options.staging is not None)
+        references.pin(backend, attempt, base.older, for_upload=options.tier is not None)
         if _is_current(open_like(backend, found.url), found):
             return base
     except BaseException:
@@ -192,7 +193,7 @@ def share_base(op: Operation, base: Base | None) -> BaseShare:
     return BaseShare.unpack(op.scatter("base", messages if op.rank == 0 else None))
 
 
-def _named_base(backend: StorageBackend, options: SaveOptions) -> LastCommit:
+def _named_base(backend: StorageBackend, options: SaveRequest) -> LastCommit:
     """Return the checkpoint that the caller names as the base."""
     base = open_like(backend, str(options.base))
     folder = folder_name(base)
@@ -221,9 +222,8 @@ def _newest(engine: SaveEngine, backend: StorageBackend) -> LastCommit | None:
             return last
         if not own:
             return _read(backend)
-        newest = find_newest(
-            parent_url(backend), allow_fresh=True, deadline_s=backend.deadline_s, storage_options=backend.options
-        )
+        parent = Location(parent_url(backend), storage_options=backend.options)
+        newest = find_newest(parent, allow_fresh=True, deadline_s=backend.deadline_s)
         return None if newest is None else _read(newest.backend)
     except (CheckpointError, UsageError) as error:
         _log.info("%s: no base, everything is written: %s", backend.display_url, error)

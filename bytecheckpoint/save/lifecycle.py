@@ -5,8 +5,7 @@ be interrupted at any moment. The lifecycle decides which thread owns the save a
 
     PREPARING --> QUEUED --> MERGING --> WRITING --> COMMITTED
         |           |           |           |
-        |           +-----------+-----------+--> FAILING --> FAILED
-        +--> SKIPPED        (also from PREPARING)
+        +-----------+-----------+-----------+--> FAILING --> FAILED
 
 The caller owns the save while it is ``PREPARING`` or ``QUEUED``. The background thread owns it from ``MERGING`` on. A
 thread that moves the save to ``FAILING`` cleans up and then moves it to ``FAILED``.
@@ -44,7 +43,6 @@ class SaveState(Enum):
     FAILING = auto()  # one thread cleans up
     COMMITTED = auto()
     FAILED = auto()
-    SKIPPED = auto()
 
     @property
     def is_final(self) -> bool:
@@ -58,14 +56,13 @@ class SaveState(Enum):
 
 
 _TRANSITIONS = {
-    SaveState.PREPARING: {SaveState.QUEUED, SaveState.FAILING, SaveState.SKIPPED},
+    SaveState.PREPARING: {SaveState.QUEUED, SaveState.FAILING},
     SaveState.QUEUED: {SaveState.MERGING, SaveState.FAILING},
     SaveState.MERGING: {SaveState.WRITING, SaveState.FAILING},
     SaveState.WRITING: {SaveState.COMMITTED, SaveState.FAILING},
     SaveState.FAILING: {SaveState.FAILED},
     SaveState.COMMITTED: set(),
     SaveState.FAILED: set(),
-    SaveState.SKIPPED: set(),
 }
 
 
@@ -125,10 +122,6 @@ class SaveLifecycle(Generic[ResultT]):
         """The checkpoint exists."""
         self._move(SaveState.COMMITTED, result=result)
 
-    def skip(self, error: BaseException) -> None:
-        """No rank saves. ``result`` raises ``error``."""
-        self._move(SaveState.SKIPPED, error=error)
-
     # -- waiting -------------------------------------------------------------------------------------------------
 
     def wait_merged(self) -> None:
@@ -150,7 +143,7 @@ class SaveLifecycle(Generic[ResultT]):
 
         Raises:
             SavePendingError: The save had not ended after ``timeout_s`` seconds.
-            BaseException: What the save failed with, or was skipped for.
+            BaseException: What the save failed with.
         """
         error = self.exception(timeout_s)
         if error is None:

@@ -33,14 +33,14 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import IrregularShard, MeshShard, Path, SectionSource, Shard, torch_dtype
 from ..tensors.tables import BoxTable, TensorTable
 from ..version import HEADER_METADATA
-from .options import SaveOptions
+from .options import SaveRequest
 from .replicas import DeclaredReplicas, add_digests
 from .selection import full_names, select_sources, unmatched_options
 
 __all__ = ["Listing", "LocalState", "describe_state"]
 
 
-def describe_state(op: Operation, state: Mapping[str, Any], options: SaveOptions, *, seed: str) -> LocalState:
+def describe_state(op: Operation, state: Mapping[str, Any], options: SaveRequest, *, seed: str) -> LocalState:
     """Ask the adapters what this rank holds of ``state``. Copies no tensor and does no I/O.
 
     ``seed`` is equal on all ranks, and chooses the declared replicas that they compare.
@@ -102,7 +102,7 @@ class LocalState:
         *,
         rank: int,
         world_size: int,
-        options: SaveOptions,
+        options: SaveRequest,
         unmatched: Sequence[Sequence[str]] = (),
         names: Iterable[str] = (),
         seed: str = "",

@@ -1,108 +1,143 @@
-"""The options of a save, and their validation."""
+"""The options of saves, and one save as the caller requests it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
 
+from ..checkpoint.location import Location, Tier
 from ..checkpoint.selection import Selection
 from ..codecs import find_codec, list_codecs
 from ..engine.checksums import chunk_size_for
 from ..errors import UnsupportedVersionError, UsageError, without_userinfo
 from ..format.manifest import MAX_ENCODED_CHUNK, pack_metadata
 from ..planners import Layout
-from ..runtime.arguments import check_arguments, choice
+from ..runtime.arguments import check_arguments, choice, options_of
 from ..runtime.limits import DEFAULT_DEADLINE_S
 from ..transfer.transfer import Stop
 from ..version import VERSION
 from .replicas import Replicas
 
-__all__ = ["AUTO", "SaveOptions", "WaitFor", "WhenBusy"]
+__all__ = ["AUTO", "SaveOptions", "SaveRequest"]
 
 AUTO = "auto"
 """The value of ``codec`` that lets each rank choose, and of ``base`` that takes the newest checkpoint."""
 
 _MAX_SHOWN = 100  # characters of a metadata value in a message
 
-WaitFor = Literal["staging", "path"]
-"""Which commit ``SaveHandle.result`` waits for."""
-
-WhenBusy = Literal["wait", "skip"]
-"""What an asynchronous save does when earlier saves still hold the staging memory it needs."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """The options of one save.
+    """How checkpoints are saved. A mapping of these names to values stands for it wherever it is accepted.
+
+    Args:
+        layout: How to store tensors that are sharded across ranks. "shards" stores each shard as it is. "merged"
+            merges irregular shards (flat parameters of FSDP-1 and ZeRO) into whole tensors. "whole" merges all shards,
+            and also writes the index and configuration with which Hugging Face libraries and vLLM load the model from
+            ``Checkpoint.model_directory``. Merging runs in the background and does not delay the call.
+        codec: How to encode tensors: None (not at all), "zstd", "zstd-planes" (which separates the bytes of
+            floating-point numbers by significance first: bf16 weights shrink to 0.69, fp32 ones to 0.85), or a codec
+            of another package. Chunks are encoded one by one, so a part of a tensor can still be read. The files are
+            no safetensors files then. "auto" encodes with "zstd-planes" on ranks whose earlier saves have shown that
+            the store is slower than the codec, and never on local disks. Needs ``layout="shards"``.
+        base: Do not write what an older checkpoint has: chunks of tensors that are equal to its chunks at the same
+            places. "auto" takes the newest checkpoint in the folder that the path is in, or the one at the path; or
+            pass the path of a checkpoint in that folder. The new checkpoint refers to the older files by relative
+            names, so move or copy the whole folder, or use ``bcp copy``, which makes full copies. Removals by
+            ``bcp rm`` and ``CheckpointManager`` keep what is still referred to. A base must have been saved with
+            ``base`` too, because only such saves store the checksums to compare; the first one writes everything.
+            Needs ``layout="shards"``. With a tier, the base must be uploaded.
+        gate: With ``async_save``, return before parameters and optimizer state are copied. The copy overlaps with the
+            next forward and backward pass; ``torch.optim.Optimizer.step`` of the optimizers in the state,
+            ``load_state_dict`` of its optimizers and modules, and ``load`` wait until it is done. Save from the
+            training thread. Everything else, such as buffers and parameters that none of these optimizers updates, is
+            copied before the call returns. If other code changes one of the tensors in place before
+            ``SaveHandle.staged()``, the save fails; changes through ``tensor.data`` and by replayed CUDA graphs are
+            not detected. If the state does not fit into the staging memory, the call copies it as it does without a
+            gate.
+        replicas: How parameters and optimizer state that several ranks hold are compared. "auto" compares completely
+            what nothing declares to be replicas (plain modules without ``DistributedDataParallel``), and a sample,
+            which changes with the path, of what the state declares (``DistributedDataParallel``, ``Replicate()``,
+            HSDP; with ``gate``, only in host memory). The save fails if copies of the former differ, and logs a
+            warning if copies of the latter do. "check" compares all of them and fails in both cases, "trust" compares
+            none. "own" is like "auto", but stores the copy of each rank where undeclared replicas differ.
+        trainable_only: Leave out the parameters of modules that do not require a gradient, and their optimizer state
+            and hyper-parameters, as for a LoRA run. A tied parameter is stored if any of its names requires one.
+            Buffers and extra state are stored, because a forward pass may change them; ``exclude`` leaves them out
+            too. Other sections are not affected. Combines with ``include`` and ``exclude``.
+        framework: Name of the adapter to use for all sections; by default it is inferred from each object.
+        allow_pickle: Store values that are not plain as pickles. A load refuses them unless its options allow them.
+        chunk_size: Bytes under one checksum. By default 256 KiB, and more if the checkpoint exceeds 1 TiB.
+        deadline_s: Seconds that each single wait may take: for another rank, for staging memory, or for storage. By
+            default 600, or what ``JobOptions`` of a ``CheckpointManager`` say.
+
+    Example:
+        >>> bcp.save("runs/7b/step-1000", state, options=bcp.SaveOptions(codec="zstd", base="auto"))
+        >>> bcp.save("runs/7b/step-1000", state, options={"codec": "zstd", "base": "auto"})
+    """
+
+    layout: Layout = "shards"
+    codec: str | None = None
+    base: str | os.PathLike[str] | None = None
+    gate: bool = False
+    replicas: Replicas = "auto"
+    trainable_only: bool = False
+    framework: str | None = None
+    allow_pickle: bool = False
+    chunk_size: int | None = None
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest(SaveOptions):
+    """One save: its options, and what else the caller states about it.
 
     Attributes:
-        framework: Name of the adapter to use; None infers it from the objects.
+        location: Where the checkpoint is saved; None only for a warm-up.
         step: Training step that is stored in the manifest.
         metadata: Plain values that are stored in the manifest.
-        allow_pickle: Store values that are not plain as pickles.
-        deadline_s: Limit of every single wait: for another rank, and for staging memory.
-        chunk_size: Bytes under one checksum; None chooses by the size of the checkpoint.
-        when_busy: What an asynchronous save does when staging memory is short.
-        layout: How tensors that are sharded across ranks are stored.
         selection: What to store, by full name.
-        trainable_only: Leave out parameters that get no gradient, and their optimizer state.
-        replicas: How tensors that several ranks hold are compared before one copy is stored.
-        codec: Name of the codec of tensor files, ``AUTO``, or None.
-        base: Refer to the unchanged chunks of this checkpoint instead of writing them: a path, ``AUTO``, or None.
-        gate: Copy parameters and optimizer state after the call has returned.
-        staging: The folder in which the checkpoint is committed first, and from which it is uploaded; None if it is
-            written to its path.
-        wait_for: Whether ``result`` waits for the commit in the staging folders, or for the one at the path.
-        upload_rate: Bytes per second of the upload; None for no limit.
         job: Mark of the job that holds the lease of the root; part of the attempt's name.
         guard: Called on rank 0 right before the manifest is written. If it raises, the save fails.
         upload_stop: Ends the upload before it is complete.
     """
 
-    framework: str | None = None
+    deadline_s: float = DEFAULT_DEADLINE_S
+    location: Location | None = None
     step: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    allow_pickle: bool = False
-    deadline_s: float = DEFAULT_DEADLINE_S
-    chunk_size: int | None = None
-    when_busy: WhenBusy = "wait"
-    layout: Layout = "shards"
     selection: Selection = field(default_factory=Selection)
-    trainable_only: bool = False
-    replicas: Replicas = "auto"
-    codec: str | None = None
-    base: str | os.PathLike[str] | None = None
-    gate: bool = False
-    staging: str | os.PathLike[str] | None = None
-    wait_for: WaitFor = "staging"
-    upload_rate: float | None = None
     job: bytes = b""
     guard: Callable[[], None] = field(default=lambda: None, compare=False)
     upload_stop: Stop = field(default_factory=Stop, compare=False)
 
-    def checked(self) -> SaveOptions:
+    @classmethod
+    def of(cls, options: SaveOptions | Mapping[str, Any] | None, **rest: Any) -> SaveRequest:
+        """Return a save with these options and other fields, checked. Raises ``UsageError`` if one is invalid."""
+        given = options_of(SaveOptions, options)
+        values = {one.name: getattr(given, one.name) for one in fields(SaveOptions)}
+        if values["deadline_s"] is None:
+            values["deadline_s"] = DEFAULT_DEADLINE_S
+        return cls(**values, **rest).checked()
+
+    def checked(self) -> SaveRequest:
         """Return these options as the types that the code expects. Raises ``UsageError`` if one is invalid."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        options = replace(
-            self,
-            **check_arguments(
-                values,
-                layout=choice(Layout),
-                when_busy=choice(WhenBusy),
-                wait_for=choice(WaitFor),
-                replicas=choice(Replicas),
-            ),
-        )
+        options = replace(self, **check_arguments(values, layout=choice(Layout), replicas=choice(Replicas)))
         options.selection.check()
         options._check_codec()
         options._check_base()
-        options._check_staging()
         pack_metadata(dict(options.metadata))
         return options
+
+    @property
+    def tier(self) -> Tier | None:
+        """Where the checkpoint is committed first, and from where it is uploaded; None if it is written to its path."""
+        return None if self.location is None else self.location.tier
 
     def stores_all_of(self, section: str) -> bool:
         """Return whether nothing of the section is left out; False if in doubt."""
@@ -112,12 +147,6 @@ class SaveOptions:
         """Return the number of bytes under one checksum in a checkpoint of ``nbytes`` bytes."""
         size = self.chunk_size or chunk_size_for(nbytes)
         return size if self.codec is None and self.base is None else min(size, MAX_ENCODED_CHUNK)
-
-    def _check_staging(self) -> None:
-        if self.wait_for != "staging" and self.staging is None:
-            raise UsageError("wait_for needs staging: without it, there is only one commit")
-        if self.upload_rate is not None and self.staging is None:
-            raise UsageError("upload_rate needs staging: without it, the save itself writes to the path")
 
     def _check_codec(self) -> None:
         if self.codec is None:
@@ -160,7 +189,7 @@ class SaveOptions:
             "replicas": self.replicas,
             "codec": str(self.codec),
             "base": without_userinfo(str(self.base)),
-            "staging": str(self.staging is not None),
+            "tier": str(self.tier is not None),
             "library version": VERSION,
         }
 

@@ -25,11 +25,11 @@ from typing import Any
 from ..control.base import Operation
 from ..runtime.gc_pause import paused
 from ..storage_backends.base import StorageBackend
-from .agreement import SaveShare, SkipSave
+from .agreement import SaveShare
 from .engine import SaveEngine
 from .gating import pass_gates
 from .handle import SaveHandle
-from .options import SaveOptions
+from .options import SaveRequest
 from .run import SaveRun
 from .staging import CopyMode, StateCopy
 
@@ -41,7 +41,7 @@ def save(
     backend: StorageBackend,
     op: Operation,
     state: Mapping[str, Any],
-    options: SaveOptions,
+    options: SaveRequest,
     *,
     is_async: bool,
 ) -> SaveHandle:
@@ -56,8 +56,6 @@ def save(
         with paused():
             local = run.step(run.describe, state)
             agreement = run.step(run.agree, local)
-            if isinstance(agreement, SkipSave):
-                return run.skip()
             share = run.step(run.plan, local, agreement)
         if not engine.is_background_thread:
             pass_gates(engine)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
+from ..checkpoint.location import Tier
 from ..checkpoint.manifest_file import check_replaceable
 from ..control.base import Operation
 from ..engine.files import FileImage, data_key, tensor_image
 from ..engine.merging.merge import MergeResources, MergeWork, merge
 from ..engine.unchanged import find_unchanged
 from ..engine.writing import WrittenFile, check_space, write_images, write_whole
-from ..errors import SaveSkippedError, StateError, UsageError
+from ..errors import StateError, UsageError
 from ..frameworks.sections import check_state
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
-from .agreement import NewPlan, SaveShare, SkipSave, agree
+from .agreement import NewPlan, SaveShare, agree
 from .codec_choice import choose_codec, note_rate
 from .commit import SaveCommit
 from .companions import StoredModel, companion_images, find_models, refuse_adapters
@@ -29,10 +29,10 @@ from .handle import SaveHandle, SaveResult
 from .incremental import BaseShare, find_base, share_base
 from .lifecycle import SaveLifecycle, SaveState
 from .local_state import LocalState, describe_state
-from .options import SaveOptions
+from .options import SaveRequest
 from .planning import plan_save
 from .record import WrittenFiles
-from .staging import CopyMode, StateCopy, would_wait
+from .staging import CopyMode, StateCopy
 from .uploading import SaveUpload
 
 __all__ = ["SaveRun"]
@@ -50,7 +50,7 @@ class SaveRun:
     """
 
     def __init__(
-        self, engine: SaveEngine, backend: StorageBackend, op: Operation, options: SaveOptions, *, is_async: bool
+        self, engine: SaveEngine, backend: StorageBackend, op: Operation, options: SaveRequest, *, is_async: bool
     ) -> None:
         self.engine, self.backend, self.op, self.options, self.is_async = engine, backend, op, options, is_async
         self.timings = Timings("save", op.rank, backend.url)
@@ -80,8 +80,8 @@ class SaveRun:
         refuse_adapters(state, self.options)
         if self.options.gate and (not self.is_async or self.engine.is_background_thread):
             raise UsageError("gate=True needs async_save=True and must be called from the training thread")
-        if self.options.staging is not None:
-            self._stage_in(self.options.staging)
+        if self.options.tier is not None:
+            self._save_in(self.options.tier)
         if self.op.rank == 0:
             self._is_new = not check_replaceable(self.backend)
 
@@ -89,12 +89,11 @@ class SaveRun:
         """List what this rank holds."""
         return describe_state(self.op, state, self.options, seed=self.handle.url)
 
-    def agree(self, local: LocalState) -> SaveShare | NewPlan | SkipSave:
-        """Find out whether all ranks make this save, and whether an earlier plan is valid for all of them."""
+    def agree(self, local: LocalState) -> SaveShare | NewPlan:
+        """Find out whether all ranks make the same save, and whether an earlier plan is valid for all of them."""
         plans, options = self.engine.plans, self.options
         arguments = options.shared_arguments(self.handle.url, local.section_names)
-        is_busy = self.is_async and options.when_busy == "skip" and would_wait(self.engine, plans, local)
-        agreement = agree(self.op, plans, local, arguments, is_busy=is_busy, job=options.job)
+        agreement = agree(self.op, plans, local, arguments, job=options.job)
         if isinstance(agreement, SaveShare):
             self._begin_attempt(agreement)  # other ranks continue, even if this one fails before its next step
         return agreement
@@ -109,7 +108,7 @@ class SaveRun:
             if self.op.rank == 0:
                 self.commit.base = find_base(self.engine, self.commit.store, self.options, share.attempt)
             self._base = share_base(self.op, self.commit.base)
-        # How much an incremental save needs is not known before, and a staging folder holds a part of the checkpoint.
+        # How much an incremental save needs is not known before, and a tier holds a part of the checkpoint.
         if self.op.rank == 0 and self.commit.base is None and self.upload is None:
             check_space(self.backend, share.planned.nbytes)
         return share
@@ -134,19 +133,6 @@ class SaveRun:
         self.lifecycle.queue()
         with self.op.phase("write"):
             self.engine.submit(complete)
-
-    def skip(self) -> SaveHandle:
-        """End the save without saving anything; all ranks do the same."""
-        _log.info("%s: skipped, earlier saves still hold the staging memory", self.backend.display_url)
-        self.op.close()
-        error = SaveSkippedError(
-            f"{self.handle.url} was not saved: earlier saves still hold the staging memory, and the call used "
-            f"when_busy='skip'. Save less often, raise the memory budget, or use when_busy='wait'"
-        )
-        self.lifecycle.skip(error)
-        if self.upload is not None:
-            self.upload.cancel(error)
-        return self.handle
 
     @contextmanager
     def failing_on_caller(self) -> Iterator[None]:
@@ -290,11 +276,10 @@ class SaveRun:
         self.handle._watch(self._copy.staging, sum(file.size for file in files))
         return self._copy
 
-    def _stage_in(self, staging: str | os.PathLike[str]) -> None:
+    def _save_in(self, tier: Tier) -> None:
         """Save to a folder of this machine, and upload from there."""
-        self.upload = SaveUpload(self.engine, self.op, self.backend, staging, self.options)
+        self.upload = SaveUpload(self.engine, self.op, self.backend, tier, self.options)
         self.handle._upload = self.upload.lifecycle
-        self.handle._waits_for_upload = self.options.wait_for == "path"
         if self.op.rank == 0:
             self.upload.check()
         self.backend = self.upload.staging

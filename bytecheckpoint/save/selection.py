@@ -15,7 +15,7 @@ from ..format.values import LEFT_OUT, Container, path_name
 from ..frameworks.module_tree import modules_of
 from ..frameworks.sections import Section
 from ..tensors.shards import SectionSource
-from .options import SaveOptions
+from .options import SaveRequest
 
 __all__ = ["full_names", "raise_unmatched", "select_sources", "unmatched_options"]
 
@@ -26,7 +26,7 @@ def select_sources(sources: Mapping[str, SectionSource], selection: Selection) -
 
 
 def unmatched_options(
-    sections: Sequence[Section], sources: Mapping[str, SectionSource], options: SaveOptions
+    sections: Sequence[Section], sources: Mapping[str, SectionSource], options: SaveRequest
 ) -> list[list[str]]:
     """The options ``[argument, value]`` that select nothing on this rank. It is an error if no rank uses one of
     them."""

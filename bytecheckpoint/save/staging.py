@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
 from typing import Any
 
-from ..engine.blocks import page_round
 from ..engine.files import FileImage
 from ..engine.merging.fragments import Fragments, LiveFragments, StagedFragments, fragment_image
 from ..engine.staging.device_copy_out import block_preparation
@@ -21,12 +20,10 @@ from ..engine.staging.staging import Staging
 from ..errors import DeadlineError, UsageError
 from ..telemetry.trace import Timings
 from ..tensors.shards import Shard
-from .agreement import Plans
 from .engine import SaveEngine
 from .gating import SaveGate
-from .local_state import LocalState
 
-__all__ = ["CopyMode", "StateCopy", "would_wait"]
+__all__ = ["CopyMode", "StateCopy"]
 
 _TURN_IN_CALLBACK_S = 10.0  # a save in a done callback may block the very save that it waits for
 _BLOCKS_AHEAD = 2  # of a synchronous save, in addition to one for each thread that writes
@@ -168,15 +165,3 @@ class StateCopy:
 
     def _count_staged(self) -> None:
         self._timings.count("stage", sum(piece.nbytes for piece in self.staging.pieces))
-
-
-def would_wait(engine: SaveEngine, plans: Plans, local: LocalState) -> bool:
-    """Whether an asynchronous save of this state would have to wait for staging memory that earlier saves hold."""
-    known = plans.find(local.fingerprint)
-    if known is None:
-        nbytes = local.nbytes  # an upper bound of what this rank may be assigned
-    else:
-        nbytes = sum(page_round(len(file.head) + sum(file.nbytes)) for file in known.files)
-        nbytes += 0 if known.merge is None else page_round(known.merge.staged_nbytes)
-    nbytes += sum(map(page_round, local.values_nbytes))
-    return engine.arena.would_wait(engine.arena.blocks_for(nbytes))

@@ -8,11 +8,11 @@ another process can continue.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from ..checkpoint.attempts import PIN_PREFIX, is_old
+from ..checkpoint.location import Tier
 from ..checkpoint.manifest_file import check_replaceable, decode_manifest
 from ..checkpoint.nearest import open_staging
 from ..checkpoint.references import older_attempts, settle
@@ -27,7 +27,7 @@ from ..transfer.staged import commit_upload, remove_superseded, upload_files
 from ..transfer.transfer import TransferReport
 from .engine import LastCommit, SaveEngine
 from .lifecycle import SaveLifecycle
-from .options import SaveOptions
+from .options import SaveRequest
 
 __all__ = ["SaveUpload"]
 
@@ -48,11 +48,11 @@ class SaveUpload:
         engine: SaveEngine,
         op: Operation,
         store: StorageBackend,
-        staging: str | os.PathLike[str],
-        options: SaveOptions,
+        tier: Tier,
+        options: SaveRequest,
     ) -> None:
         self._engine, self._op, self.store, self._options = engine, op, store, options
-        self.staging = open_staging(staging, store)
+        self.staging, self._rate_limit = open_staging(tier.path, store), tier.upload_rate
         self.staging.deadline_s = options.deadline_s
         self.lifecycle: SaveLifecycle[TransferReport] = SaveLifecycle()
         self._attempt = ""
@@ -118,7 +118,7 @@ class SaveUpload:
                         manifest,
                         self._journal,
                         rank=rank,
-                        rate_limit=self._options.upload_rate,
+                        rate_limit=self._rate_limit,
                         stop=self._options.upload_stop,
                     )
                     timings.count("transfer", report.sent)

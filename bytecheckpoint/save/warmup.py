@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..control.base import Operation
@@ -10,17 +10,23 @@ from ..engine.staging.device_copy_out import block_preparation
 from ..engine.staging.pieces import split_images
 from ..frameworks.sections import check_state
 from ..runtime.arguments import check_arguments
-from .agreement import NewPlan, SaveShare, agree
+from .agreement import NewPlan, agree
 from .engine import SaveEngine
 from .local_state import describe_state
-from .options import SaveOptions
+from .options import SaveRequest
 from .planning import plan_save
 
 __all__ = ["warm_up"]
 
 
 def warm_up(
-    engine: SaveEngine, op: Operation, state: Mapping[str, Any], options: SaveOptions, slots: int, *, wait: bool
+    engine: SaveEngine,
+    op: Operation,
+    state: Mapping[str, Any],
+    make_request: Callable[[], SaveRequest],
+    slots: int,
+    *,
+    wait: bool,
 ) -> None:
     """Plan a save of ``state``, cache the plan, fault in the staging memory of ``slots`` asynchronous saves within the
     memory budget (in the background if not ``wait``), and start the threads. Closes ``op``."""
@@ -28,21 +34,19 @@ def warm_up(
         with op.phase("check"):
             engine.check_usable()
             check_state(state)
-            options = options.checked()
+            options = make_request()
             slots = check_arguments({"slots": slots})["slots"]
         with op.phase("describe"):
             local = describe_state(op, state, options, seed="")
         with op.phase("agree"):
             agreement = agree(op, engine.plans, local, options.shared_arguments("", local.section_names))
         with op.phase("plan"):
-            share = agreement
             if isinstance(agreement, NewPlan):
-                share = plan_save(op, engine.plans, local, agreement)
-            assert isinstance(share, SaveShare)  # no rank asks to skip a warm-up
+                agreement = plan_save(op, engine.plans, local, agreement)
         with op.phase("stage"):
-            planned = share.planned
+            planned = agreement.planned
             shards = local.shards(planned.order)
-            images = local.images(planned.files, planned.assignment, shards, share.attempt)
+            images = local.images(planned.files, planned.assignment, shards, agreement.attempt)
             pieces = split_images(images, engine.arena.block_size)
             nbytes = 0 if planned.merge is None else planned.merge.staged_nbytes
             blocks = engine.arena.blocks_for(nbytes) + (pieces[-1].block + 1 if pieces else 0)

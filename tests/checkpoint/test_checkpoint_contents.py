@@ -106,7 +106,11 @@ def test_state_dicts(tmp_path: Path) -> None:
 
 
 def _save_own(rank: int, world_size: int, path: str) -> None:
-    bcp.save(path, {"extra": {"own": torch.full((2,), rank), "number": rank, "shared": 1}}, deadline_s=time_limit(30))
+    bcp.save(
+        path,
+        {"extra": {"own": torch.full((2,), rank), "number": rank, "shared": 1}},
+        options=bcp.SaveOptions(deadline_s=time_limit(30)),
+    )
 
 
 def test_values_of_one_rank(pool: RankPool, tmp_path: Path) -> None:
@@ -173,7 +177,7 @@ def test_pickles(tmp_path: Path, kind: str) -> None:
         save_file({"0.weight": torch.ones(2, 3)}, path / "model.safetensors")
     else:
         bcp.save(path, training(1.0), step=1)
-    found = bcp.latest(tmp_path) if kind == "latest" else bcp.open(path, verify=False)
+    found = bcp.latest(tmp_path) if kind == "latest" else bcp.open(path, options=bcp.LoadOptions(verify=False))
     assert found is not None
     copied = pickle.loads(pickle.dumps(found))
     assert type(copied) is type(found)

@@ -68,7 +68,11 @@ def _save(rank: int, world_size: int, path: str, layout: str) -> None:
         model = {name: distribute_tensor(_expected(name), mesh, [Shard(d)]) for name, d in sizes.items()}
     extra = {"step": 3, "rank": bcp.PerRank(rank), "list": [1, (2, None)]}
     bcp.save(
-        path, {"model": model, "extra_state": extra}, step=3, metadata={"by": "test", "n": [1, 2]}, chunk_size=CHUNK
+        path,
+        {"model": model, "extra_state": extra},
+        step=3,
+        metadata={"by": "test", "n": [1, 2]},
+        options=bcp.SaveOptions(chunk_size=CHUNK),
     )
 
 
@@ -198,7 +202,7 @@ def test_a_slice_reads_only_its_chunks(tmp_path: Path) -> None:
     """A slice fetches the chunks around it, not the whole tensor."""
     chunk = 4096
     weight = torch.arange(1 << 18, dtype=torch.float32).reshape(512, 512)  # 1 MiB
-    bcp.save(tmp_path, {"model": {"w": weight}}, chunk_size=chunk)
+    bcp.save(tmp_path, {"model": {"w": weight}}, options=bcp.SaveOptions(chunk_size=chunk))
     checkpoint = bcp.open(tmp_path)
     stored = checkpoint["model.w"]
     head = 4096
@@ -219,7 +223,7 @@ def test_a_slice_reads_only_its_chunks(tmp_path: Path) -> None:
 def test_chunks_of_any_size(tmp_path: Path, chunk_size: int) -> None:
     """Reads consist of whole chunks, even if the chunk size does not divide the read size or exceeds it."""
     weight = torch.arange(5 << 19, dtype=torch.float32)  # 10 MiB
-    bcp.save(tmp_path / "a", {"model": {"w": weight}}, chunk_size=chunk_size)
+    bcp.save(tmp_path / "a", {"model": {"w": weight}}, options=bcp.SaveOptions(chunk_size=chunk_size))
     target = {"model": {"w": torch.zeros_like(weight)}}
     bcp.load(tmp_path / "a", target)
     assert torch.equal(target["model"]["w"], weight)
@@ -385,7 +389,7 @@ def _no_process_group() -> Iterator[None]:
 def test_a_chunk_size_that_is_no_multiple_of_the_element_size(tmp_path: Path) -> None:
     """A slab may start anywhere in a chunk, even if its elements are then not aligned in the buffer."""
     weight = torch.arange(600, dtype=torch.float64).reshape(20, 30).to(torch.complex128)
-    bcp.save(tmp_path / "a", {"model": {"w": weight}}, chunk_size=1000)
+    bcp.save(tmp_path / "a", {"model": {"w": weight}}, options=bcp.SaveOptions(chunk_size=1000))
     stored = bcp.open(tmp_path / "a")["model.w"]
     for index in ((slice(3, 17), slice(5, 7)), (slice(4, 5),), (slice(None), 29)):
         assert torch.equal(stored[index], weight[index])

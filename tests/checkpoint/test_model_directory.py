@@ -12,6 +12,7 @@ import pytest
 import torch
 from independent_reader import read_checkpoint, read_values
 from safetensors import safe_open
+from sorted_arguments import saving
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
@@ -86,9 +87,13 @@ def _save(rank: int, world_size: int, kind: str, path: str, use_async: bool) -> 
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         state = {"model": model, "optimizer": optimizer, "extra": {"step": step}}
-        bcp.save(path, state, step=step, layout="whole", async_save=use_async, deadline_s=time_limit(60)).result(
-            time_limit(60)
-        )
+        bcp.save(
+            path,
+            state,
+            step=step,
+            async_save=use_async,
+            options=bcp.SaveOptions(layout="whole", deadline_s=time_limit(60)),
+        ).result(time_limit(60))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -114,7 +119,7 @@ def test_the_directory_holds_a_model(pool: RankPool, tmp_path: Path, kind: str) 
 
 
 def _save_plain(path: Path, **more: Any) -> bcp.Checkpoint:
-    bcp.save(path, {"model": Tied(2), "extra": {"step": 4}}, **more)
+    bcp.save(path, {"model": Tied(2), "extra": {"step": 4}}, **saving(**more))
     return bcp.open(path)
 
 
@@ -159,7 +164,7 @@ def test_companions_are_checked_copied_and_removed(tmp_path: Path) -> None:
 
 def test_several_models_and_plain_values(tmp_path: Path) -> None:
     state = {"model": Tied(1), "critic": Tied(2), "extra": {"note": "x"}}
-    bcp.save(tmp_path, state, layout="whole")
+    bcp.save(tmp_path, state, options=bcp.SaveOptions(layout="whole"))
     checkpoint = bcp.open(tmp_path)
     names = os.listdir(checkpoint.model_directory or "")
     assert {INDEX, "critic.safetensors.index.json", "config.json"} <= set(names)
@@ -170,7 +175,7 @@ def test_several_models_and_plain_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [_Config("no json"), _Config("[1]"), object()], ids=["text", "list", "none"])
 def test_an_unusable_configuration_is_left_out(tmp_path: Path, config: Any) -> None:
-    bcp.save(tmp_path, {"model": Tied(1, config)}, layout="whole")
+    bcp.save(tmp_path, {"model": Tied(1, config)}, options=bcp.SaveOptions(layout="whole"))
     checkpoint = bcp.open(tmp_path)
     assert not Path(checkpoint.model_directory or "", "config.json").exists()
     assert read_with_safetensors(checkpoint.model_directory or "")
@@ -184,7 +189,7 @@ def _gpt2(seed: int) -> Any:
 
 
 def _save_gpt2(rank: int, world_size: int, path: str) -> None:
-    bcp.save(path, {"model": fully_shard(_gpt2(7))}, layout="whole", deadline_s=time_limit(60))
+    bcp.save(path, {"model": fully_shard(_gpt2(7))}, options=bcp.SaveOptions(layout="whole", deadline_s=time_limit(60)))
 
 
 def test_transformers_loads_the_model_directory(pool: RankPool, tmp_path: Path) -> None:
@@ -202,7 +207,7 @@ def test_transformers_loads_the_model_directory(pool: RankPool, tmp_path: Path) 
 
 @pytest.mark.parametrize("layout", ["whole", "sharded"])
 def test_resharding_drops_the_companions(tmp_path: Path, layout: Any) -> None:
-    bcp.save(tmp_path / "from", {"model": Tied(), "extra_state": {"step": 3}}, layout="whole")
+    bcp.save(tmp_path / "from", {"model": Tied(), "extra_state": {"step": 3}}, options=bcp.SaveOptions(layout="whole"))
     reshard(bcp.open(tmp_path / "from"), str(tmp_path / "to"), files=2, layout=layout)
     found = bcp.open(tmp_path / "to")
     assert found.verify().ok
@@ -235,7 +240,7 @@ class _PeftModel(nn.Module):
 def test_models_with_adapters_are_not_stored_as_directories(make: Any, tmp_path: Path) -> None:
     model = nn.Sequential(make())
     with pytest.raises(UsageError, match=r"'model' is a model with PEFT adapters.*random.*save_pretrained"):
-        bcp.save(tmp_path / "whole", {"model": model}, layout="whole")
+        bcp.save(tmp_path / "whole", {"model": model}, options=bcp.SaveOptions(layout="whole"))
     assert not (tmp_path / "whole").exists()
-    bcp.save(tmp_path / "merged", {"model": model}, layout="merged")
-    bcp.save(tmp_path / "other", {"model": nn.Linear(2, 2)}, layout="whole")
+    bcp.save(tmp_path / "merged", {"model": model}, options=bcp.SaveOptions(layout="merged"))
+    bcp.save(tmp_path / "other", {"model": nn.Linear(2, 2)}, options=bcp.SaveOptions(layout="whole"))

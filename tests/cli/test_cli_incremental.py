@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.checkpointer import default_checkpointer
+from bytecheckpoint.session import default_session
 
 CHUNK = 1024
 
@@ -18,12 +18,12 @@ CHUNK = 1024
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Return a folder of three checkpoints: the first is complete, each of the others changes one chunk."""
-    default_checkpointer().engine.last_commit = None
+    default_session().engine.last_commit = None
     tensor = torch.zeros(100 * CHUNK // 4)
     for step in (1, 2, 3):
         tensor[step * CHUNK // 4] = step
         state = {"model": {"w": tensor}}
-        bcp.save(tmp_path / f"step-{step}", state, step=step, base="auto", chunk_size=CHUNK)
+        bcp.save(tmp_path / f"step-{step}", state, step=step, options=bcp.SaveOptions(base="auto", chunk_size=CHUNK))
     return tmp_path
 
 

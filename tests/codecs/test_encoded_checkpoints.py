@@ -21,6 +21,7 @@ import zstandard
 from click.testing import CliRunner
 from damage import flipped, keys_of, replaced, swapped
 from small_training import differing, memory, training
+from sorted_arguments import loading, saving
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
@@ -76,7 +77,7 @@ def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 @pytest.fixture(scope="module", params=CODECS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("encoded") / "checkpoint"
-    bcp.save(path, {"tree": tree(), "extra": {"n": 1}}, codec=request.param, chunk_size=CHUNK)
+    bcp.save(path, {"tree": tree(), "extra": {"n": 1}}, options=bcp.SaveOptions(codec=request.param, chunk_size=CHUNK))
     return path
 
 
@@ -90,7 +91,7 @@ def frames_file(path: Path) -> Path:
 def test_every_tensor_is_loaded_bit_for_bit(saved: Path) -> None:
     for options in ({}, {"verify": False}):
         state = {"tree": {name: torch.full_like(tensor, 3) for name, tensor in tree().items()}, "extra": {"n": 0}}
-        bcp.load(saved, state, **options)
+        bcp.load(saved, state, **loading(**options))
         assert _same(state["tree"], tree())
         assert state["extra"] == {"n": 1}
     checkpoint = bcp.open(saved)
@@ -133,13 +134,13 @@ def test_a_slice_reads_only_its_frames(saved: Path) -> None:
 def _train(rank: int, world_size: int, path: str, value: float, codec: str | None) -> list[str]:
     if codec is not None:
         state = training(value, shard=world_size > 1)
-        bcp.save(path, state, chunk_size=512, codec=codec)
+        bcp.save(path, state, options=bcp.SaveOptions(chunk_size=512, codec=codec))
         return []
     expected = memory(training(1.0, shard=world_size > 1))
     found = []
     for share_reads in ("auto", "always"):
         state = training(value, shard=world_size > 1)
-        bcp.load(path, state, share_reads=share_reads)
+        bcp.load(path, state, options=bcp.LoadOptions(share_reads=share_reads))
         found += differing(memory(state), expected)
     return found
 
@@ -159,7 +160,9 @@ def test_many_pieces_in_little_staging_memory(tmp_path: Path) -> None:
     state = {f"t{n}": torch.randn(1_300_003 + n, generator=generator) for n in range(6)}
     with bcp.Checkpointer(memory_budget=24 << 20) as own:
         for number, is_async in enumerate((False, True, True)):
-            own.save(tmp_path / f"{number}", {"s": state}, codec="zstd-planes", async_save=is_async).result()
+            own.save(
+                tmp_path / f"{number}", {"s": state}, async_save=is_async, options=bcp.SaveOptions(codec="zstd-planes")
+            ).result()
     for number in range(3):
         found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         bcp.load(tmp_path / f"{number}", {"s": found})
@@ -234,7 +237,7 @@ def _decode(codec: Any, frame: bytes, size: int) -> bytes:
 
 
 def test_zstandard_itself_reads_the_frames(tmp_path: Path) -> None:
-    bcp.save(tmp_path, {"tree": tree()}, codec="zstd", chunk_size=CHUNK)
+    bcp.save(tmp_path, {"tree": tree()}, options=bcp.SaveOptions(codec="zstd", chunk_size=CHUNK))
     manifest = bcp.open(tmp_path).manifest
     frames, content = manifest.files.frames, frames_file(tmp_path).read_bytes()
     assert frames is not None
@@ -339,7 +342,7 @@ def test_a_codec_that_returns_other_bytes_is_noticed(saved: Path, monkeypatch: p
 def test_files_of_two_saves_that_changed_places(saved: Path, tmp_path: Path) -> None:
     codec = bcp.open(saved).manifest.files.codec[0]
     state = {name: tensor + 1 if tensor.numel() else tensor for name, tensor in tree().items()}
-    bcp.save(tmp_path / "other", {"tree": state}, codec=codec, chunk_size=CHUNK)
+    bcp.save(tmp_path / "other", {"tree": state}, options=bcp.SaveOptions(codec=codec, chunk_size=CHUNK))
     with swapped(frames_file(saved), frames_file(tmp_path / "other")):
         assert "mismatch" in _load_error(saved) or "bytes, but the manifest" in _load_error(saved)
 
@@ -351,11 +354,11 @@ def test_a_failed_write_leaves_nothing_and_the_next_save_works(tmp_path: Path, m
     monkeypatch.setattr(nearest, "open_backend", lambda url, **o: FaultyBackend(real(url, **o), rules))
     for is_async in (False, True):
         with pytest.raises(StorageError, match="injected"):
-            bcp.save(tmp_path / "x", state, codec="zstd-planes", async_save=is_async).result()
+            bcp.save(tmp_path / "x", state, async_save=is_async, options=bcp.SaveOptions(codec="zstd-planes")).result()
         assert keys_of(tmp_path) == []
         rules[:] = [FaultRule("write", "*.frames", error=StorageError("injected"), nth=2)]
     rules.clear()
-    bcp.save(tmp_path / "x", state, codec="zstd-planes", async_save=True).result()
+    bcp.save(tmp_path / "x", state, async_save=True, options=bcp.SaveOptions(codec="zstd-planes")).result()
     assert torch.equal(bcp.open(tmp_path / "x")["s.a"].load(), state["s"]["a"])
 
 
@@ -368,7 +371,9 @@ def _killed(rank: int, world_size: int, path: str) -> None:
 
     telemetry.observe(kill)
     with pytest.raises(RankFailedError):
-        bcp.save(path, training(2.0, shard=True), codec="zstd-planes", deadline_s=time_limit(30))
+        bcp.save(
+            path, training(2.0, shard=True), options=bcp.SaveOptions(codec="zstd-planes", deadline_s=time_limit(30))
+        )
 
 
 def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
@@ -376,7 +381,7 @@ def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
         pool.run(_train, str(tmp_path), 1.0, "zstd", world_size=2)
         pool.run(_killed, str(tmp_path), expect_death={0: signal.SIGKILL}, world_size=2)
     assert _train(0, 1, str(tmp_path), 7.0, None) == []
-    bcp.save(tmp_path, training(3.0), codec="zstd-planes")
+    bcp.save(tmp_path, training(3.0), options=bcp.SaveOptions(codec="zstd-planes"))
     assert bcp.open(tmp_path).verify().ok
 
 
@@ -415,7 +420,7 @@ def test_a_codec_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(tmp_path / "code"))
         try:
-            bcp.save(tmp_path / "x", state, codec="halves")
+            bcp.save(tmp_path / "x", state, options=bcp.SaveOptions(codec="halves"))
             assert torch.equal(bcp.open(tmp_path / "x")["s.a"].load(), state["s"]["a"])
             assert torch.equal(bcp.open(tmp_path / "x")["s.b"].load(), state["s"]["b"])
         finally:
@@ -476,7 +481,7 @@ def test_invalid_options_are_refused_before_anything_is_written(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        bcp.save(tmp_path / "x", {"tree": tree()}, **options)
+        bcp.save(tmp_path / "x", {"tree": tree()}, **saving(**options))
     assert keys_of(tmp_path) == []
 
 
@@ -484,11 +489,11 @@ def test_auto_encodes_where_the_store_was_slower_than_the_codec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_encoded(name: str) -> bool:
-        own.save(tmp_path / name, {"s": {"a": torch.zeros(1000, 1000)}}, codec="auto").result()
+        own.save(tmp_path / name, {"s": {"a": torch.zeros(1000, 1000)}}, options=bcp.SaveOptions(codec="auto")).result()
         return bcp.open(tmp_path / name).manifest.files.frames is not None
 
     with bcp.Checkpointer() as own:
-        rates = own.engine.store_rates
+        rates = own._session.engine.store_rates
         rates["://"] = rates["file://"] = 1e6
         assert not is_encoded("local")
         monkeypatch.setattr(LocalBackend, "is_remote", True)
@@ -498,6 +503,6 @@ def test_auto_encodes_where_the_store_was_slower_than_the_codec(
         assert not is_encoded("fast")
         rates.clear()
         assert not is_encoded("unknown")
-        own.save(tmp_path / "large", {"s": torch.zeros(20_000_000)}, codec="auto").result()
+        own.save(tmp_path / "large", {"s": torch.zeros(20_000_000)}, options=bcp.SaveOptions(codec="auto")).result()
         assert len(rates) == 1
         assert all(rate > 0 for rate in rates.values())

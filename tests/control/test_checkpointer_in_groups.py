@@ -39,20 +39,26 @@ def save_and_load(rank, world_size, folder, layout):
         saved = build("fsdp2-4", 1, steps=2)
         part = FailsOnce(rank == 3)
         with pytest.raises(StateError, match=r"^section part: .*ValueError: no state yet") as caught:
-            checkpointer.save(f"{folder}/failed", {**saved.state, "part": part}, layout=layout)
+            checkpointer.save(f"{folder}/failed", {**saved.state, "part": part}, options=bcp.SaveOptions(layout=layout))
         cause = caught.value.__cause__
         assert isinstance(cause, ValueError) if rank == 3 else "rank 3 on " in str(cause)
         assert not os.path.exists(f"{folder}/failed/manifest.msgpack")
         for number in range(3):
             # The second save reuses the plan of the first.
-            checkpointer.save(f"{folder}/{number}", {**saved.state, "part": part}, layout=layout)
-        handle = checkpointer.save(f"{folder}/async", {**saved.state, "part": part}, async_save=True, layout=layout)
+            checkpointer.save(
+                f"{folder}/{number}", {**saved.state, "part": part}, options=bcp.SaveOptions(layout=layout)
+            )
+        handle = checkpointer.save(
+            f"{folder}/async", {**saved.state, "part": part}, async_save=True, options=bcp.SaveOptions(layout=layout)
+        )
         dist.barrier()
         handle.result()
         found = []
         for name in ("2", "async"):
             loaded = build("fsdp2-4", 2, steps=1)
-            report = checkpointer.load(f"{folder}/{name}", {**loaded.state, "part": part}, share_reads="always")
+            report = checkpointer.load(
+                f"{folder}/{name}", {**loaded.state, "part": part}, options=bcp.LoadOptions(share_reads="always")
+            )
             found += differences(loaded, saved)
             assert not report.missing
     communicator.close()

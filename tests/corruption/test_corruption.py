@@ -15,6 +15,7 @@ import pytest
 import torch
 from damage import MANIFEST, data_begin, flipped, keys_of, regions, replaced, swapped, tensor_at
 from small_training import differing, memory, training
+from sorted_arguments import loading
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.checkpoint import Checkpoint
@@ -32,7 +33,7 @@ FLIPS = 7  # per region of each file
 
 def _save(rank: int, world_size: int, path: str, value: float) -> None:
     state = training(value, shard=world_size > 1)
-    bcp.save(path, state, step=int(value), chunk_size=CHUNK)
+    bcp.save(path, state, step=int(value), options=bcp.SaveOptions(chunk_size=CHUNK))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def checkpoint(saved: Path) -> Iterator[Path]:
 
 def _load(path: Path, **options: Any) -> dict[str, Any]:
     state = training(9.0)
-    bcp.load(path, state, **options)
+    bcp.load(path, state, **loading(**options))
     return memory(state)
 
 
@@ -280,13 +281,13 @@ def test_a_failed_load_does_not_change_plain_values(checkpoint: Path) -> None:
 def _load_on_ranks(rank: int, world_size: int, path: str) -> tuple[str, str, bool]:
     state = training(9.0, shard=True)
     try:
-        bcp.load(path, state, deadline_s=time_limit(30))
+        bcp.load(path, state, options=bcp.LoadOptions(deadline_s=time_limit(30)))
     except bcp.errors.BytecheckpointError as error:
         failed = type(error).__name__, str(error)
     else:
         failed = "none", ""
     # The ranks can still communicate.
-    bcp.save(path + "-next", {"extra_state": {"after": 1}}, deadline_s=time_limit(30))
+    bcp.save(path + "-next", {"extra_state": {"after": 1}}, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     return (*failed, torch.is_tensor(state["extra_state"]["table"]))
 
 

@@ -96,11 +96,11 @@ def _overwrite(rank: int, world_size: int, path: str, point: str) -> str:
         if rank == 1 and name == point and event in ("enter", "point"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    bcp.save(path, {"model": _rows(1.0)}, step=1, deadline_s=DEADLINE_S)
+    bcp.save(path, {"model": _rows(1.0)}, step=1, options=bcp.SaveOptions(deadline_s=DEADLINE_S))
     dist.barrier()
     telemetry.observe(kill)
     try:
-        bcp.save(path, {"model": _rows(2.0)}, step=2, deadline_s=DEADLINE_S)
+        bcp.save(path, {"model": _rows(2.0)}, step=2, options=bcp.SaveOptions(deadline_s=DEADLINE_S))
     except bcp.errors.RankFailedError as error:
         return str(error)
     return "saved"
@@ -108,7 +108,7 @@ def _overwrite(rank: int, world_size: int, path: str, point: str) -> str:
 
 def _loaded_rows(rank: int, world_size: int, path: str) -> list[float]:
     state = _rows(0.0)
-    report = bcp.load(path, {"model": state}, deadline_s=DEADLINE_S)
+    report = bcp.load(path, {"model": state}, options=bcp.LoadOptions(deadline_s=DEADLINE_S))
     return [float(report.step or 0), *(float(row) for row in state["weight"].full_tensor()[:, 0])]
 
 

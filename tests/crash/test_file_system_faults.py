@@ -217,7 +217,9 @@ class Job:
         self.root, self._mode = root, mode
         self._manager = None
         if mode == "manager":
-            self._manager = bcp.CheckpointManager(root, deadline_s=DEADLINE_S, coordinate_every_s=0.05)
+            self._manager = bcp.CheckpointManager(
+                root, job=bcp.JobOptions(deadline_s=DEADLINE_S, coordinate_every_s=0.05)
+            )
 
     def path(self, step: int) -> str:
         return f"{self.root}/step-{step}"
@@ -225,7 +227,11 @@ class Job:
     def save(self, step: int, state: dict[str, Any]) -> None:
         if self._manager is None:
             handle = bcp.save(
-                self.path(step), state, step=step, async_save=self._mode == "async", deadline_s=DEADLINE_S
+                self.path(step),
+                state,
+                step=step,
+                async_save=self._mode == "async",
+                options=bcp.SaveOptions(deadline_s=DEADLINE_S),
             )
             handle.result(DEADLINE_S)
             return
@@ -257,7 +263,7 @@ def _synchronize() -> None:
 
 def _wrong(path: str, expected: dict[str, Any]) -> list[str]:
     loaded = _state(-1.0)
-    bcp.load(path, loaded, deadline_s=DEADLINE_S)
+    bcp.load(path, loaded, options=bcp.LoadOptions(deadline_s=DEADLINE_S))
     return differing(memory(loaded), expected)
 
 
@@ -403,7 +409,7 @@ def _load_and_fail(
 
     stop = telemetry.record(see) if rank == 0 else lambda: None
     try:
-        bcp.load(path, _long_state(0.0), deadline_s=DEADLINE_S)
+        bcp.load(path, _long_state(0.0), options=bcp.LoadOptions(deadline_s=DEADLINE_S))
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
     finally:
@@ -413,7 +419,7 @@ def _load_and_fail(
 
 def _load_all(rank: int, world_size: int, path: str) -> bool:
     state = _long_state(0.0)
-    bcp.load(path, state, deadline_s=DEADLINE_S)
+    bcp.load(path, state, options=bcp.LoadOptions(deadline_s=DEADLINE_S))
     return torch.equal(state["extra_state"]["long"], _long_state(1.0)["extra_state"]["long"])
 
 

@@ -63,8 +63,10 @@ class Slow:
         for _ in range(10_000_000):
             pass
 
+LIMIT = bcp.SaveOptions(deadline_s=time_limit(60))
+
 def save(value, **options):
-    return bcp.save(f"{root}/step-{value}", state(value), step=value, deadline_s=time_limit(60), **options)
+    return bcp.save(f"{root}/step-{value}", state(value), step=value, options=LIMIT, **options)
 """
 
 _ALONE = (
@@ -118,7 +120,7 @@ else:
                 path = f"{root}/step-{value}"
                 same["extra_state"]["value"] = value
                 same["extra_state"]["weight"].numpy().fill(value)
-                bcp.save(path, same, step=value, async_save=value % 2 == 0, deadline_s=time_limit(60))
+                bcp.save(path, same, step=value, async_save=value % 2 == 0, options=LIMIT)
                 begun.set()
         threading.Thread(target=train, daemon=True).start()
         begun.wait(time_limit(60))

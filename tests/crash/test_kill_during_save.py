@@ -28,7 +28,7 @@ def _die_first(rank: int, world_size: int, path: str) -> None:
 
     telemetry.observe(kill)
     with pytest.raises(bcp.errors.RankFailedError):
-        bcp.save(path, new_state(NEW), deadline_s=time_limit(30))
+        bcp.save(path, new_state(NEW), options=bcp.SaveOptions(deadline_s=time_limit(30)))
 
 
 def test_a_killed_first_save_is_not_a_checkpoint(tmp_path: Path) -> None:

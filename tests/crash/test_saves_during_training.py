@@ -86,9 +86,7 @@ def _train(rank: int, world_size: int, root: str, layout: Any, gate: bool) -> tu
                     state,
                     step=number,
                     async_save=True,
-                    layout=layout,
-                    gate=gate,
-                    deadline_s=DEADLINE_S,
+                    options=bcp.SaveOptions(layout=layout, gate=gate, deadline_s=DEADLINE_S),
                 )
             )
         dist.barrier()
@@ -103,7 +101,7 @@ def _train(rank: int, world_size: int, root: str, layout: Any, gate: bool) -> tu
         handle.result(DEADLINE_S)
     loaded = _job()
     _step(loaded)
-    assert bcp.load(f"{root}/step-{LAST}", loaded, deadline_s=DEADLINE_S).step == LAST
+    assert bcp.load(f"{root}/step-{LAST}", loaded, options=bcp.LoadOptions(deadline_s=DEADLINE_S)).step == LAST
     return float(total), overlapping, differing(memory(loaded), at_the_call)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sorted_arguments import loading
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -60,7 +61,9 @@ def _save(rank: int, world_size: int, path: str, model_parallel: int, diverged: 
     dp_rank = rank // model_parallel
     loader = Counter([10 * dp_rank, 10 * dp_rank + 1], seed=rank if diverged else 0)
     state = bcp.DataLoaderState(loader, dp_rank=dp_rank, dp_size=world_size // model_parallel)
-    bcp.save(path, {"extra_state": {"step": 1}, "dataloader": state}, deadline_s=time_limit(30))
+    bcp.save(
+        path, {"extra_state": {"step": 1}, "dataloader": state}, options=bcp.SaveOptions(deadline_s=time_limit(30))
+    )
 
 
 def _load(
@@ -79,7 +82,7 @@ def _load(
         ),
     }
     try:
-        report = bcp.load(path, state, deadline_s=time_limit(30), **(options or {}))
+        report = bcp.load(path, state, **loading(deadline_s=time_limit(30), **(options or {})))
     except (MismatchError, StateError) as error:
         assert loader.left == [-1]
         assert state["extra_state"] == {"step": 0}
@@ -124,10 +127,10 @@ def test_replicas_that_differ_are_not_loaded_by_others(pool: RankPool, tmp_path:
 def _save_without_loader(rank: int, world_size: int, path: str) -> None:
     """A pipeline, whose second stage reads no data."""
     state = bcp.DataLoaderState(Counter([5]) if rank == 0 else None, dp_rank=0, dp_size=1)
-    bcp.save(path, {"dataloader": state}, deadline_s=time_limit(30))
+    bcp.save(path, {"dataloader": state}, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     loader = Counter()
     state = bcp.DataLoaderState(loader if rank == 0 else None, dp_rank=0, dp_size=1)
-    report = bcp.load(path, {"dataloader": state}, deadline_s=time_limit(30))
+    report = bcp.load(path, {"dataloader": state}, options=bcp.LoadOptions(deadline_s=time_limit(30)))
     assert loader.left == ([5] if rank == 0 else [])
     assert bool(report.resumed) == (rank == 0)
 

@@ -41,13 +41,13 @@ def _train(
     state = {"extra_state": {"epoch": EPOCH, "loaders": {kind: one.state(*place) for kind, one in readers.items()}}}
     resumed = {}
     if load is not None:
-        resumed = bcp.load(load, state, deadline_s=time_limit(30)).resumed
+        resumed = bcp.load(load, state, options=bcp.LoadOptions(deadline_s=time_limit(30))).resumed
     for one in readers.values():
         one.set_epoch(state["extra_state"]["epoch"])  # type: ignore[arg-type]
     iterators = {kind: iter(one.loader) for kind, one in readers.items()}
     before = {kind: take(iterator, batches) for kind, iterator in iterators.items()}
     if save is not None:
-        bcp.save(save, state, deadline_s=time_limit(30))
+        bcp.save(save, state, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     return before, {kind: take(iterator, after) for kind, iterator in iterators.items()}, resumed
 
 
@@ -104,7 +104,7 @@ def _epochs(rank: int, world_size: int, load: str | None, save: str | None, epoc
     readers = {kind: make_reader(kind, rank, world_size) for kind in KINDS if "sampler" in kind or "shards" in kind}
     state = {"loaders": {kind: one.state(rank, world_size) for kind, one in readers.items()}}
     if load is not None:
-        bcp.load(load, state, deadline_s=time_limit(30))
+        bcp.load(load, state, options=bcp.LoadOptions(deadline_s=time_limit(30)))
     found = []
     for epoch in epochs:
         found.append({})
@@ -112,7 +112,7 @@ def _epochs(rank: int, world_size: int, load: str | None, save: str | None, epoc
             one.set_epoch(epoch)
             found[-1][kind] = take(iter(one.loader))
     if save is not None:
-        bcp.save(save, state, deadline_s=time_limit(30))
+        bcp.save(save, state, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     return found
 
 

@@ -264,7 +264,7 @@ def test_without_collectives(storage: str, rank_pool: RankPool, tmp_path: Path) 
         assert sorted(checkpoint) == ["t.own@0", "t.own@1", "t.same", "t.w"]
         assert checkpoint["t.w"][...].tolist() == list(range(7))
         state: dict[str, Any] = {"t": {"w": torch.zeros(7), "same": torch.zeros(3)}}
-        bcp.load(tmp_path / "c", state, strict=False, per_rank="lowest")
+        bcp.load(tmp_path / "c", state, strict=False, options=bcp.LoadOptions(per_rank="lowest"))
         assert state["t"]["w"].tolist() == list(range(7))
 
 

@@ -441,7 +441,12 @@ def test_a_flipped_bit_is_an_error(tmp_path: Path) -> None:
     assert "m.v" in str(cause)
     assert file.name in str(cause)
     unchecked = {"m": {"v": torch.ones(3)}}
-    load("bytecheckpoint", tmp_path / "c", unchecked, reader=bcp.dcp.Reader(tmp_path / "c", verify=False))
+    load(
+        "bytecheckpoint",
+        tmp_path / "c",
+        unchecked,
+        reader=bcp.dcp.Reader(tmp_path / "c", options=bcp.LoadOptions(verify=False)),
+    )
     assert unchecked["m"]["v"][:2].tolist() == [0.0, 0.0]
 
 
@@ -529,7 +534,7 @@ def test_values_that_are_not_plain_are_refused_unless_pickles_are_allowed(tmp_pa
         save("bytecheckpoint", tmp_path / "c", state)
     assert isinstance(causes(caught.value)[0], bcp.errors.UnserializableError)
     assert not list(tmp_path.rglob("*-0*"))
-    dcp.save(state, storage_writer=bcp.dcp.Writer(tmp_path / "c", allow_pickle=True))
+    dcp.save(state, storage_writer=bcp.dcp.Writer(tmp_path / "c", options=bcp.SaveOptions(allow_pickle=True)))
     found = {"extra": {"custom": None}}
     with pytest.raises(CheckpointException, match="allow_pickle") as caught:
         load("bytecheckpoint", tmp_path / "c", found)
@@ -537,7 +542,12 @@ def test_values_that_are_not_plain_are_refused_unless_pickles_are_allowed(tmp_pa
     other = {"m": {"w": torch.zeros(2)}}
     load("bytecheckpoint", tmp_path / "c", other)
     assert torch.equal(other["m"]["w"], torch.ones(2))
-    load("bytecheckpoint", tmp_path / "c", found, reader=bcp.dcp.Reader(tmp_path / "c", allow_pickle=True))
+    load(
+        "bytecheckpoint",
+        tmp_path / "c",
+        found,
+        reader=bcp.dcp.Reader(tmp_path / "c", options=bcp.LoadOptions(allow_pickle=True)),
+    )
     assert_equal(found, {"extra": {"custom": [Custom()]}})
 
 

@@ -194,7 +194,7 @@ def test_bad_requests_change_nothing(saved: Path, tmp_path: Path) -> None:
 
 def test_a_pickled_value_is_refused_unless_it_is_left_out(tmp_path: Path) -> None:
     state = {"extra": {"path": complex, "epoch": 3}}
-    bcp.save(tmp_path / "c", state, allow_pickle=True)
+    bcp.save(tmp_path / "c", state, options=bcp.SaveOptions(allow_pickle=True))
     with pytest.raises(StateError, match="leave out what the export need not have with exclude"):
         export_torch_file(bcp.open(tmp_path / "c"), str(tmp_path / "out.pt"))
     export_torch_file(bcp.open(tmp_path / "c"), str(tmp_path / "out.pt"), exclude=["extra.path"])

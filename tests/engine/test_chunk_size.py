@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sorted_arguments import saving
 
 import bytecheckpoint as bcp
 from bytecheckpoint.engine.checksums import chunk_size_for
@@ -22,7 +23,7 @@ def test_chunks_are_small_and_not_too_many(nbytes: int, chunk_size: int) -> None
 def test_a_save_uses_the_given_or_the_default_chunk_size(tmp_path: Path) -> None:
     state = {"model": {"weight": torch.arange(200_000.0)}}
     for name, options, expected in (("a", {}, 256 << 10), ("b", {"chunk_size": 1000}, 1000), ("c", {}, 256 << 10)):
-        bcp.save(tmp_path / name, state, **options)
+        bcp.save(tmp_path / name, state, **saving(**options))
         manifest = bcp.open(tmp_path / name).manifest
         assert manifest.files.chunk_size.tolist() == [expected]
         assert len(manifest.checksums) == -(-800_000 // expected)

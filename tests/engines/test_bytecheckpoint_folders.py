@@ -83,7 +83,7 @@ def test_one_process(folder: Path) -> None:
             folder,
             {"model": model, "optimizer": optimizer, "extra_state": extra},
             strict={"extra_state": False},
-            per_rank="lowest",
+            options=bcp.LoadOptions(per_rank="lowest"),
         )
     assert not written
     assert report.bytes_unchecked > 0, "the package stores no checksums"
@@ -110,7 +110,7 @@ def test_two_ranks_of_fsdp_2(folder: Path, pool: RankPool) -> None:
 def test_a_tensor_of_each_rank_is_not_read(folder: Path) -> None:
     assert bcp.open(folder).tree("extra_state")["rng"] == UnreadObject("a tensor that differs between the ranks")
     with pytest.raises(MismatchError, match=r"missing: 1 .*\n +extra_state\.rng"):
-        bcp.load(folder, {"extra_state": {"rng": torch.get_rng_state()}}, per_rank="lowest")
+        bcp.load(folder, {"extra_state": {"rng": torch.get_rng_state()}}, options=bcp.LoadOptions(per_rank="lowest"))
 
 
 def test_tools_read_it(folder: Path, tmp_path: Path) -> None:

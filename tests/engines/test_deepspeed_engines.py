@@ -158,7 +158,7 @@ def _trainable_only(path: str) -> None:
     for kind in ("zero1", "zero3"):
         job = deepspeed_job(kind, 1)
         job.train(range(2))
-        bcp.save(path, job.state, trainable_only=True)
+        bcp.save(path, job.state, options=bcp.SaveOptions(trainable_only=True))
         assert "model.position" not in bcp.open(path)
         other = deepspeed_job("zero3", 2)
         position = other.full_form()["position"]

@@ -15,7 +15,7 @@ from bytecheckpoint.format.values import decode_path
 from bytecheckpoint.frameworks.sections import resolve_sections
 from bytecheckpoint.planners import OWN_BOXES, WHOLE, LocalPlan
 from bytecheckpoint.save.local_state import LocalState
-from bytecheckpoint.save.options import SaveOptions
+from bytecheckpoint.save.options import SaveRequest
 from bytecheckpoint.testing.ranks import RankPool
 
 pytest.importorskip("megatron.core", reason="make test-megatron installs Megatron-core")
@@ -87,7 +87,7 @@ def _real(rank: int, world_size: int, layout: Layout, recipe: Recipe) -> tuple[l
             job.state, framework=None, rank=rank, world_size=world_size, allow_pickle=False, trainable_only=False
         )
         sources = {section.name: section.capture() for section in sections}
-        local = LocalState(sections, sources, rank=rank, world_size=world_size, options=SaveOptions())
+        local = LocalState(sections, sources, rank=rank, world_size=world_size, options=SaveRequest())
         return _params(job), _held(local.list_items().plan)
 
 

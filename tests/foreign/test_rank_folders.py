@@ -167,7 +167,7 @@ def test_one_process_loads_the_folder(folder: Path) -> None:
         folder,
         {"model": model, "optimizer": optimizer, "extra_state": extra},
         exclude=["extra_state.seed"],
-        rules=folder / "rules.toml",
+        options=bcp.LoadOptions(rules=folder / "rules.toml"),
     )
     assert_equal(model.state_dict(), MODEL)
     assert_equal(moments, MOMENTS)
@@ -195,7 +195,11 @@ def _load_sharded(rank: int, world_size: int, path: str) -> None:
     for share in ("never", "always"):
         for tensor in (*model.state_dict().values(), *moments.values()):
             tensor.zero_()
-        bcp.load(path, {"model": model, "optimizer": optimizer}, rules=f"{path}/rules.toml", share_reads=share)
+        bcp.load(
+            path,
+            {"model": model, "optimizer": optimizer},
+            options=bcp.LoadOptions(rules=f"{path}/rules.toml", share_reads=share),
+        )
         assert_equal(model.state_dict(), MODEL)
         assert_equal(moments, MOMENTS)
 
@@ -208,9 +212,9 @@ def _refused(rank: int, world_size: int, path: str) -> list[tuple[str, str, str]
     rules = Rules([*Rules.from_toml(RULES), Unique(match="absent")], files="rank{tp}-{dp}.pt")
     model = Model()
     with pytest.raises(RuleError, match=r"'absent'\) matches no tensor") as error:
-        bcp.load(path, {"model": model}, rules=rules)
+        bcp.load(path, {"model": model}, options=bcp.LoadOptions(rules=rules))
     with pytest.raises(bcp.errors.DisagreementError, match="rules"):
-        bcp.load(path, {"model": model}, rules=rules if rank else f"{path}/rules.toml")
+        bcp.load(path, {"model": model}, options=bcp.LoadOptions(rules=rules if rank else f"{path}/rules.toml"))
     return error.value.faults
 
 
@@ -222,7 +226,7 @@ def test_all_ranks_raise_the_same_rule_error(folder: Path, pool: RankPool) -> No
 
 def test_slices_read_what_they_need_and_damage_is_found(tmp_path: Path) -> None:
     rules = Rules.from_toml(RULES)
-    found = bcp.open(write(tmp_path), rules=rules)
+    found = bcp.open(write(tmp_path), options=bcp.LoadOptions(rules=rules))
     assert sorted(found.sections) == ["extra_state", "model", "optimizer"]
     assert found.world_size == TP * DP
     assert torch.equal(found["model.layers.1.k.weight"][5:7, 2:4], MODEL["layers.1.k.weight"][5:7, 2:4])
@@ -239,7 +243,7 @@ def test_slices_read_what_they_need_and_damage_is_found(tmp_path: Path) -> None:
     )
     file.write_bytes(damaged)
     with pytest.raises(CorruptionError, match=re.escape("files.rank1-0.pt:model.layers.0.down.weight")):
-        bcp.open(tmp_path, rules=rules)["model.layers.0.down.weight"].load()
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=rules))["model.layers.0.down.weight"].load()
 
 
 def test_copies_are_compared_before_one_is_used(tmp_path: Path) -> None:
@@ -249,7 +253,7 @@ def test_copies_are_compared_before_one_is_used(tmp_path: Path) -> None:
     state["model"]["layers.1.down.weight"][3] += 1  # this rule does not compare
     torch.save(state, tmp_path / "rank1-1.pt")
     with pytest.raises(RuleError, match=r"the ranks tp=0, dp=0 and tp=1, dp=1 stored different values") as error:
-        bcp.open(tmp_path, rules=tmp_path / "rules.toml")
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=tmp_path / "rules.toml"))
     assert [fault[:2] for fault in error.value.faults] == [("compare", "layers.1.norm.weight")]
 
 
@@ -266,7 +270,7 @@ def test_everything_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
             file.write_bytes(file.read_bytes().replace(raw, bytes(len(raw))))
     rules = [*Rules.from_toml(RULES), Averaged(match="absent", axis=("dp",))]
     with pytest.raises(RuleError) as error:
-        bcp.open(tmp_path, rules=Rules(rules, files="rank{tp}-{dp}.pt"))
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=Rules(rules, files="rank{tp}-{dp}.pt")))
     assert {kind for kind, _, _ in error.value.faults} == {"missing", "shape", "unused"}
     assert str(tmp_path) in str(error.value)
 
@@ -277,35 +281,35 @@ def test_files_that_the_patterns_do_not_explain(tmp_path: Path) -> None:
     with pytest.raises(
         RuleError, match=re.escape("files 'rank{tp}_{dp}.pt' matches no file; the folder has notes.txt,")
     ):
-        bcp.open(tmp_path, rules=Rules(rules, files="rank{tp}_{dp}.pt"))
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=Rules(rules, files="rank{tp}_{dp}.pt")))
     with pytest.raises(
         RuleError, match=re.escape("rank0-0.pt and 1 like it: is matched by 'rank{tp}-{dp}.pt' and 'rank0-{dp}.pt'")
     ):
-        bcp.open(tmp_path, rules=Rules(rules, files=["rank{tp}-{dp}.pt", "rank0-{dp}.pt"]))
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=Rules(rules, files=["rank{tp}-{dp}.pt", "rank0-{dp}.pt"])))
     with pytest.raises(RuleError, match=re.escape("notes.txt is no safetensors file, and torch.save did not")):
-        bcp.open(tmp_path, rules=Rules(rules, files=["rank{tp}-{dp}.pt", "notes.txt"]))
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=Rules(rules, files=["rank{tp}-{dp}.pt", "notes.txt"])))
     (tmp_path / "rank1-01.pt").write_bytes((tmp_path / "rank1-1.pt").read_bytes())
     with pytest.raises(RuleError, match=re.escape("rank1-1.pt: has the same coordinates as 'rank1-01.pt'")):
-        bcp.open(tmp_path, rules=rules)
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=rules))
     (tmp_path / "rank1-01.pt").unlink()
     (tmp_path / "rank1-1.pt").unlink()
     with pytest.raises(RuleError, match="needs the buffer of rank 1 of dp, which no rank stored"):
-        bcp.open(tmp_path, rules=rules)
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=rules))
     with pytest.raises(CheckpointNotFoundError):
-        bcp.open(tmp_path / "absent", rules=rules)
+        bcp.open(tmp_path / "absent", options=bcp.LoadOptions(rules=rules))
     with pytest.raises(UsageError, match="there is no file of rules"):
-        bcp.open(tmp_path, rules=tmp_path / "absent.toml")
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=tmp_path / "absent.toml"))
     with pytest.raises(RuleError, match="there is no set of rules 'absent'"):
-        bcp.open(tmp_path, rules="absent")
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules="absent"))
     with pytest.raises(UsageError, match="rules must be Rules, the path of a TOML file, or the name of a set"):
-        bcp.open(tmp_path, rules=3)  # type: ignore[arg-type]
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=3))  # type: ignore[arg-type]
 
 
 def test_values_are_means_only_where_one_was_computed(tmp_path: Path) -> None:
     for dp in range(2):
         torch.save({"model": {"w": torch.full((3,), float(dp))}}, tmp_path / f"{dp}.pt")
     with pytest.raises(RuleError, match=r"has a value that is in no file.*bcp reshard") as error:
-        bcp.open(tmp_path, rules=Rules([Averaged(match="w", axis=("dp",))], files="{dp}.pt"))
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=Rules([Averaged(match="w", axis=("dp",))], files="{dp}.pt")))
     assert error.value.faults[0][0] == "average"
 
 
@@ -334,10 +338,12 @@ def test_members_of_a_flat_buffer_are_shapes(tmp_path: Path) -> None:
     flat = Flat(match="optimizer.m", rename="{member}", members="optimizer.shapes", axis=("dp",))
     torch.save({"optimizer": {"m": torch.zeros(4), "shapes": {"w": "2 x 2"}}}, tmp_path / "0.pt")
     with pytest.raises(RuleError, match=r"lists members, but that of 'w' is '2 x 2', which is no shape"):
-        bcp.open(tmp_path, rules=Rules([flat, Unique(match="w")], files="{dp}.pt"))
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=Rules([flat, Unique(match="w")], files="{dp}.pt")))
     torch.save({"optimizer": {"m": torch.zeros(4)}}, tmp_path / "0.pt")
     with pytest.raises(RuleError, match="which the file does not list"):
-        bcp.open(tmp_path, rules=Rules([flat, Unique(match="w", optional=True)], files="{dp}.pt"))
+        bcp.open(
+            tmp_path, options=bcp.LoadOptions(rules=Rules([flat, Unique(match="w", optional=True)], files="{dp}.pt"))
+        )
 
 
 def test_files_of_several_kinds(tmp_path: Path) -> None:
@@ -360,7 +366,7 @@ def test_files_of_several_kinds(tmp_path: Path) -> None:
         ],
         files=["model-{tp}.safetensors", "state{dp}/{tp}.bin"],
     )
-    found = bcp.open(tmp_path, rules=rules)
+    found = bcp.open(tmp_path, options=bcp.LoadOptions(rules=rules))
     assert sorted(found) == ["model.same", "model.w", "optimizer.w"]
     assert torch.equal(found["model.w"].load(), weight)
     assert torch.equal(found["optimizer.w"].load(), moment)
@@ -377,7 +383,7 @@ def test_ranks_that_share_a_group_hold_more_than_copies(tmp_path: Path) -> None:
         torch.save({"qk": torch.cat([q[group, 2 * half : 2 * half + 2], k[group]])}, tmp_path / f"{tp}.pt")
     parts = {"q": 8, "k": 2}
     rule = Sharded(match="qk", axis=("tp",), parts=parts, groups=2, shared=("k",))
-    found = bcp.open(tmp_path, rules=Rules([rule], files="{tp}.pt"))
+    found = bcp.open(tmp_path, options=bcp.LoadOptions(rules=Rules([rule], files="{tp}.pt")))
     assert torch.equal(found["model.qk"].load(), torch.cat([torch.cat([q[g], k[g]]) for g in range(2)]))
 
 
@@ -388,8 +394,8 @@ def test_tied_and_strided_tensors_of_a_file(tmp_path: Path) -> None:
         [Unique(match="a", rename="x"), Unique(match="b", rename="y"), Unique(match="turned")], files="{r}.pt"
     )
     with pytest.raises(RuleError, match="old: has no rule"):
-        bcp.open(tmp_path, rules=rules)
-    found = bcp.open(tmp_path, rules=Rules([*rules, Ignored(match="old")], files="{r}.pt"))
+        bcp.open(tmp_path, options=bcp.LoadOptions(rules=rules))
+    found = bcp.open(tmp_path, options=bcp.LoadOptions(rules=Rules([*rules, Ignored(match="old")], files="{r}.pt")))
     assert found.aliases == {"model.y": "model.x"}
     assert sorted(found) == ["model.turned", "model.x", "model.y"]
     for name, expected in (("x", base), ("y", base), ("turned", base.t())):
@@ -419,7 +425,7 @@ def _write_trainer(trainer: Trainer, folder: Path) -> Rules:
 @pytest.mark.parametrize("number", sample(range(400), 40))
 def test_folders_of_random_trainers(tmp_path: Path, number: int) -> None:
     trainer = random_trainer(number)
-    found = bcp.open(tmp_path, rules=_write_trainer(trainer, tmp_path))
+    found = bcp.open(tmp_path, options=bcp.LoadOptions(rules=_write_trainer(trainer, tmp_path)))
     assert {name.removeprefix("model.") for name in found} == trainer.expected.keys()
     rng = random.Random(number)
     for name, array in trainer.expected.items():

@@ -152,12 +152,17 @@ def test_accelerator_streams_continue_exactly() -> None:
 
 def _save_streams(rank: int, world_size: int, path: str) -> list[Any]:
     seed(rank)
-    bcp.save(path, {"rng": RNGState()}, deadline_s=time_limit(30))
+    bcp.save(path, {"rng": RNGState()}, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     return draw()
 
 
 def _load_streams(rank: int, world_size: int, path: str, policy: Any) -> tuple[list[Any], dict[str, tuple[str, str]]]:
-    report = bcp.load(path, {"extra_state": {}, "rng": RNGState(policy)}, strict=False, deadline_s=time_limit(30))
+    report = bcp.load(
+        path,
+        {"extra_state": {}, "rng": RNGState(policy)},
+        strict=False,
+        options=bcp.LoadOptions(deadline_s=time_limit(30)),
+    )
     return draw(), report.resumed
 
 

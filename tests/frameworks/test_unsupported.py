@@ -124,7 +124,7 @@ def test_refused_by_save_warmup_manager_and_load(case: str, tmp_path: Path) -> N
         bcp.load(tmp_path / "other", {"x": obj}, strict=False)
     if isinstance(obj, nn.Module):
         with pytest.raises(error, match=message):
-            bcp.save(tmp_path / "new", {"x": obj}, framework="module")
+            bcp.save(tmp_path / "new", {"x": obj}, options=bcp.SaveOptions(framework="module"))
     with bcp.CheckpointManager(tmp_path / "runs") as manager, pytest.raises(error, match=message):
         manager.save(1, {"x": obj}, force=True)
 

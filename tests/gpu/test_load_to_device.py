@@ -34,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bit_for_bit(saved: Path, device: torch.device, verify: bool) -> None:
     state = {"model": {name: torch.zeros_like(tensor, device=device) for name, tensor in _content().items()}}
     for _ in range(3):  # buffers are used again
-        bcp.load(saved, state, verify=verify)
+        bcp.load(saved, state, options=bcp.LoadOptions(verify=verify))
         for name, tensor in _content().items():
             assert torch.equal(state["model"][name].cpu(), tensor), name
             state["model"][name].zero_()

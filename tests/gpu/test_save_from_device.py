@@ -104,11 +104,11 @@ def test_memory_is_pinned_once_and_given_back(tmp_path: Path) -> None:
     for _ in range(3):
         with bcp.Checkpointer() as saver:
             saver.warmup(state)
-            blocks = saver._engine.arena._idle
+            blocks = saver._session.engine.arena._idle
             assert blocks
             assert all(block.tensor.is_pinned() for block in blocks)
             saver.save(tmp_path, state, async_save=True).result(WAIT_S)
-            tensors = [block.tensor for block in saver._engine.arena._idle]
+            tensors = [block.tensor for block in saver._session.engine.arena._idle]
         assert not any(tensor.is_pinned() for tensor in tensors)
 
 
@@ -141,7 +141,7 @@ def test_a_gate(tmp_path: Path) -> None:
         for turn in range(3):
             expected = _expected(state)
             _keep(torch.cuda.current_stream())
-            handle = saver.save(tmp_path / str(turn), state, async_save=True, gate=True)
+            handle = saver.save(tmp_path / str(turn), state, async_save=True, options=bcp.SaveOptions(gate=True))
             _backward(state)
             state["optimizer"].step()
             assert not handle.staged(), "the host has waited"
@@ -152,7 +152,7 @@ def test_a_gate(tmp_path: Path) -> None:
 def test_a_change_that_passes_by_the_gate_fails_the_save(tmp_path: Path) -> None:
     state = _training()
     _keep(torch.cuda.current_stream())
-    handle = bcp.save(tmp_path, state, async_save=True, gate=True)
+    handle = bcp.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(gate=True))
     with torch.no_grad():
         state["model"][0].weight.add_(1)
     with pytest.raises(StateError, match=r"changed after the call of save\(gate=True\)"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sorted_arguments import loading, saving
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -55,7 +56,9 @@ def _save_trained(rank: int, world_size: int, root: str, options: dict[str, Any]
     state = _trained(1)
     sizes = []
     for step in (1, 2, 3):
-        handle = bcp.save(f"{root}/step-{step}", state, step=step, base="auto", chunk_size=512, **options, **WAIT)
+        handle = bcp.save(
+            f"{root}/step-{step}", state, step=step, **saving(base="auto", chunk_size=512, **options, **WAIT)
+        )
         if step == 2:
             _train(**state)
         sizes.append(handle.result(time_limit(60)).bytes_written)
@@ -75,7 +78,7 @@ def _load_trained(rank: int, world_size: int, root: str) -> list[dict[str, bytes
     found = []
     for step in (1, 2, 3):
         loaded = _trained(2)
-        bcp.load(f"{root}/step-{step}", loaded, **WAIT)
+        bcp.load(f"{root}/step-{step}", loaded, **loading(**WAIT))
         found.append(_leaves(loaded))
     return found
 
@@ -127,7 +130,7 @@ def _save_rows(rank: int, world_size: int, path: str, changed: int) -> int:
     assert isinstance(local, DTensor)
     if rank == changed:
         local._local_tensor[0] += 1
-    return bcp.save(path, {"model": state}, base="auto", **WAIT).result().bytes_written
+    return bcp.save(path, {"model": state}, **saving(base="auto", **WAIT)).result().bytes_written
 
 
 def test_only_the_rank_with_changes_writes_and_other_world_sizes_write_everything(
@@ -151,7 +154,7 @@ def _fail_while_writing(rank: int, world_size: int, path: str) -> str:
 
     stop = telemetry.observe(fail)
     try:
-        bcp.save(path, {"model": _rows(0)}, base="auto", **WAIT)
+        bcp.save(path, {"model": _rows(0)}, **saving(base="auto", **WAIT))
     except BytecheckpointError as error:
         return type(error).__name__
     finally:
@@ -168,7 +171,7 @@ def test_a_failed_save_leaves_no_pin(pool: RankPool, tmp_path: Path) -> None:
 
 def _disagree(rank: int, world_size: int, path: str) -> str:
     try:
-        bcp.save(path, {"model": _rows(0)}, base=None if rank else "auto", **WAIT)
+        bcp.save(path, {"model": _rows(0)}, **saving(base=None if rank else "auto", **WAIT))
     except DisagreementError as error:
         return str(error)
     return "saved"
@@ -185,14 +188,17 @@ def _train_and_die(rank: int, world_size: int, root: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     telemetry.observe(kill)
-    with suppress(BytecheckpointError), bcp.CheckpointManager(root, base="auto", preemption=None) as manager:
+    with (
+        suppress(BytecheckpointError),
+        bcp.CheckpointManager(root, preemption=None, save=bcp.SaveOptions(base="auto")) as manager,
+    ):
         for step in (1, 2, 3):
             manager.save(step, {"model": _rows(0)}, force=True)
             manager.wait()
 
 
 def _go_on(rank: int, world_size: int, root: str) -> None:
-    with bcp.CheckpointManager(root, base="auto", keep=1, preemption=None) as manager:
+    with bcp.CheckpointManager(root, keep=1, preemption=None, save=bcp.SaveOptions(base="auto")) as manager:
         manager.resume({"model": _rows(1)})
         for step in (4, 5):
             manager.save(step, {"model": _rows(0)}, force=True)

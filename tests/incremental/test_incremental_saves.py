@@ -17,6 +17,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from independent_reader import read_checkpoint
+from sorted_arguments import loading, saving
 from torch import nn
 
 import bytecheckpoint as bcp
@@ -29,6 +30,7 @@ from bytecheckpoint.engine.staging import arena
 from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.errors import CorruptionError, StorageError, UsageError
 from bytecheckpoint.save import incremental
+from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 
@@ -37,7 +39,7 @@ CHUNK = 1024
 
 @pytest.fixture(autouse=True)
 def _no_memory_of_other_tests() -> None:
-    bcp.checkpointer.default_checkpointer().engine.last_commit = None
+    default_session().engine.last_commit = None
 
 
 def tensors(seed: int = 0) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def tensors(seed: int = 0) -> dict[str, Any]:
 
 def save(path: Path | str, tree: dict[str, Any], **options: Any) -> int:
     options = {"base": "auto", "chunk_size": CHUNK, **options}
-    return bcp.save(path, {"tree": tree, "extra_state": {"n": 1}}, **options).result().bytes_written
+    return bcp.save(path, {"tree": tree, "extra_state": {"n": 1}}, **saving(**options)).result().bytes_written
 
 
 def check(path: Path | str, tree: dict[str, Any], **storage: Any) -> None:
@@ -63,7 +65,7 @@ def check(path: Path | str, tree: dict[str, Any], **storage: Any) -> None:
     for name, tensor in tree.items():
         assert torch.equal(checkpoint[f"tree.{name}"].load(), tensor), name
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tree.items()}
-    bcp.load(path, {"tree": loaded}, **storage)
+    bcp.load(path, {"tree": loaded}, **loading(**storage))
     assert all(torch.equal(loaded[name], tree[name]) for name in tree)
 
 
@@ -150,7 +152,7 @@ def test_random_changes(data: st.DataObject) -> None:
         checkpointer = stack.enter_context(bcp.Checkpointer(memory_budget=budget))
         for step, tree in enumerate((first, second, second)):
             path = folder / f"step-{step}"
-            handle = checkpointer.save(path, {"tree": tree}, base="auto", chunk_size=CHUNK, **options)
+            handle = checkpointer.save(path, {"tree": tree}, **saving(base="auto", chunk_size=CHUNK, **options))
             written = handle.result().bytes_written
         assert written <= 5 * CHUNK + 241 * len(sizes), "an unchanged state: heads and short chunks"
         for step, tree in enumerate((first, second, second)):
@@ -206,7 +208,7 @@ def test_a_base_with_files_in_many_folders_is_written_completely(
 def test_a_new_process_finds_the_newest_checkpoint(tmp_path: Path) -> None:
     tree = tensors()
     save(tmp_path / "step-1", tree)
-    engine = bcp.checkpointer.default_checkpointer().engine
+    engine = default_session().engine
     engine.last_commit = None
     assert save(tmp_path / "step-2", tree) < 6000
     with mock.patch.object(LocalBackend, "get", side_effect=AssertionError("the manifest is in memory")):
@@ -249,7 +251,7 @@ def test_the_base_may_be_named(tmp_path: Path) -> None:
 
 def test_a_base_without_digests_or_with_another_layout_is_written_completely(tmp_path: Path) -> None:
     tree = tensors()
-    bcp.save(tmp_path / "step-1", {"tree": tree}, chunk_size=CHUNK)
+    bcp.save(tmp_path / "step-1", {"tree": tree}, options=bcp.SaveOptions(chunk_size=CHUNK))
     full = sum(tensor.nbytes for tensor in tree.values())
     assert save(tmp_path / "step-2", tree) > full
     assert save(tmp_path / "step-3", tree, chunk_size=2 * CHUNK) > full
@@ -422,7 +424,11 @@ def test_lora_on_a_frozen_base_writes_the_adapter_and_its_state_only(tmp_path: P
         optimizer.step()
         optimizer.zero_grad()
         state = {"model": model, "optimizer": optimizer}
-        sizes.append(bcp.save(tmp_path / f"step-{step}", state, base="auto", chunk_size=CHUNK).result().bytes_written)
+        sizes.append(
+            bcp.save(tmp_path / f"step-{step}", state, options=bcp.SaveOptions(base="auto", chunk_size=CHUNK))
+            .result()
+            .bytes_written
+        )
     trained = 3 * sum(parameter.nbytes for parameter in adapter.parameters())
     heads = 3 * 4096 + 3000  # two heads, and the hyper-parameters
     assert sizes[1] <= trained + heads < sizes[0] / 4
@@ -457,10 +463,10 @@ def _save_remove_and_copy(root: str, options: dict[str, Any]) -> None:
     tree["table"][7] = -1
     assert save(f"{root}/step-2", tree, storage_options=options) < 8000
     assert save(f"{root}/step-2", tree, storage_options=options) < 8000
-    remove(f"{root}/step-1", storage_options=options)
+    remove(bcp.Location(f"{root}/step-1", storage_options=options))
     check(f"{root}/step-2", tree, storage_options=options)
-    copy(bcp.open(f"{root}/step-2", storage_options=options), f"{root}/full", storage_options=options)
-    remove(f"{root}/step-2", storage_options=options)
+    copy(bcp.open(f"{root}/step-2", storage_options=options), bcp.Location(f"{root}/full", storage_options=options))
+    remove(bcp.Location(f"{root}/step-2", storage_options=options))
     check(f"{root}/full", tree, storage_options=options)
     names = {stat.key.partition("/")[0] for stat in open_backend(root, **options).list()}
     assert names == {"full"}

@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from shared_files import CHANGES, CHUNK, GRACE_S, STEPS, Crash, Saved, SharedFiles, check, number_at
+from sorted_arguments import save_in_job
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.nearest import open_staging
-from bytecheckpoint.checkpointer import default_checkpointer
 from bytecheckpoint.convert.copy import copy, finish_upload, remove, unfinished_uploads
 from bytecheckpoint.errors import BytecheckpointError, CheckpointError, KeyExistsError, StorageError
 from bytecheckpoint.format.manifest import MANIFEST_KEY, decode
-from bytecheckpoint.save.options import SaveOptions
+from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.transfer import transfer
@@ -186,7 +186,7 @@ class Transfers(SharedFiles):
             self._is_at(to, saved)
 
     def _manage_once(self, step: int) -> None:
-        with bcp.CheckpointManager(self.root, base="auto", preemption=None) as manager:
+        with bcp.CheckpointManager(self.root, preemption=None, save=bcp.SaveOptions(base="auto")) as manager:
             manager.save(step, {"tree": dict(self.tensors)}, force=True, metrics={"n": self.number})
 
     @precondition(lambda self: self.outside)
@@ -213,21 +213,20 @@ class Transfers(SharedFiles):
     def save_with_staging(self, step: int, changes: set[tuple[str, int]], base: str | None, how: str, at: int) -> None:
         self._change(changes)
         name = f"step-{step}"
-        options = SaveOptions(
-            step=step,
-            metadata={"metrics": {"n": self.number}},
-            base=base,
-            chunk_size=CHUNK,
-            job=self.job,
-            staging=str(self.folder / "staging"),
-        )
+        location = bcp.Location(f"{self.root}/{name}", tier=bcp.Tier(self.folder / "staging"))
         state = {"tree": dict(self.tensors)}
         with self._ending(how, at):
-            handle = default_checkpointer().save_with(
-                f"{self.root}/{name}", lambda: state, options, async_save=False, storage_options=None
+            handle = save_in_job(
+                location,
+                state,
+                step=step,
+                metadata={"metrics": {"n": self.number}},
+                base=base,
+                chunk_size=CHUNK,
+                job=self.job,
             )
             handle.uploaded()
-        default_checkpointer().engine.uploads.submit(int).result()  # the failed upload has ended
+        default_session().engine.uploads.submit(int).result()  # the failed upload has ended
         staged = open_staging(self.folder / "staging", open_backend(f"{self.root}/{name}"))
         if self._number_of(name) == self.number:
             self._committed(name)
@@ -252,7 +251,9 @@ class Transfers(SharedFiles):
         self._begin_process()
         self._change(changes)
         staging = self.folder / "staging"
-        with bcp.CheckpointManager(self.root, base="auto", staging=staging, preemption=None) as manager:
+        with bcp.CheckpointManager(
+            bcp.Location(self.root, tier=bcp.Tier(staging)), preemption=None, save=bcp.SaveOptions(base="auto")
+        ) as manager:
             manager.save(step, {"tree": dict(self.tensors)}, force=True, metrics={"n": self.number})
         self._committed(f"step-{step}")
         self.uploads.pop(f"step-{step}", None)

@@ -13,21 +13,23 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint import references
-from bytecheckpoint.checkpointer import default_checkpointer
 from bytecheckpoint.convert.copy import remove
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.format.manifest import MANIFEST_KEY
+from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 
 
 @pytest.fixture
 def tensor() -> torch.Tensor:
-    default_checkpointer().engine.last_commit = None
+    default_session().engine.last_commit = None
     return torch.arange(4096)
 
 
 def _save(path: Path, tensor: torch.Tensor, base: Any = "auto") -> None:
-    bcp.save(path, {"tree": {"t": tensor}, "extra_state": {"n": 1}}, base=base, chunk_size=1024)
+    bcp.save(
+        path, {"tree": {"t": tensor}, "extra_state": {"n": 1}}, options=bcp.SaveOptions(base=base, chunk_size=1024)
+    )
 
 
 def _check(path: Path, tensor: torch.Tensor) -> None:
@@ -194,8 +196,8 @@ def test_old_pins_of_killed_saves_do_not_count(tmp_path: Path, tensor: torch.Ten
 
 
 def _run_job(root: Path, tensor: torch.Tensor, steps: list[int]) -> None:
-    default_checkpointer().engine.last_commit = None
-    with bcp.CheckpointManager(root, base="auto", preemption=None) as manager:
+    default_session().engine.last_commit = None
+    with bcp.CheckpointManager(root, preemption=None, save=bcp.SaveOptions(base="auto")) as manager:
         for step in steps:
             manager.save(step, {"tree": {"t": tensor}}, force=True)
             manager.wait()

@@ -49,7 +49,7 @@ def _model() -> Model:
 
 
 def _save_sharded(rank: int, world_size: int, path: str) -> None:
-    bcp.save(path, {"model": fully_shard(_model())}, chunk_size=4096)
+    bcp.save(path, {"model": fully_shard(_model())}, options=bcp.SaveOptions(chunk_size=4096))
 
 
 @pytest.fixture(scope="module")

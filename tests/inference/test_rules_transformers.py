@@ -63,12 +63,12 @@ def test_a_model_loads_and_an_export_equals_it(tmp_path: Path) -> None:
     model, other = build(0), build(1)
     bcp.save(tmp_path / "ours", {"model": trained(model)})
     model.config.save_pretrained(tmp_path / "config")
-    report = bcp.load(tmp_path / "ours", {"model": other}, rules=RULES)
+    report = bcp.load(tmp_path / "ours", {"model": other}, options=bcp.LoadOptions(rules=RULES))
     assert not report.missing
     assert torch.equal(logits(other), logits(model))
 
     third = build(2)
-    third.load_state_dict(bcp.open(tmp_path / "ours", rules=RULES).state_dict())
+    third.load_state_dict(bcp.open(tmp_path / "ours", options=bcp.LoadOptions(rules=RULES)).state_dict())
     assert torch.equal(logits(third), logits(model))
 
     (tmp_path / "names.toml").write_text(RULES.to_toml())

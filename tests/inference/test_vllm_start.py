@@ -97,7 +97,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp(request.param)
     model = _model(request.param)
     model.save_pretrained(path / "hf")
-    bcp.save(path / "checkpoint", {"model": model}, layout="whole", chunk_size=4096)
+    bcp.save(path / "checkpoint", {"model": model}, options=bcp.SaveOptions(layout="whole", chunk_size=4096))
     return Stored(model, path / "hf", path / "checkpoint", _start(model=str(path / "hf"), load_format="safetensors"))
 
 

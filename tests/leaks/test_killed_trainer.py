@@ -43,7 +43,7 @@ def hold(name, event):
 def state(value):
     return {"extra_state": {"weight": torch.full((1 << 20,), float(value)), "value": value}}
 
-manager = bcp.CheckpointManager(root, cadence=1, layout=layout, keep=2)
+manager = bcp.CheckpointManager(root, cadence=1, keep=2, save=bcp.SaveOptions(layout=layout))
 for step in range(1, 4):
     manager.save(step, state(step))
 manager.wait()

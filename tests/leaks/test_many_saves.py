@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from leak_watch import held_now, left_since, median, memory_now
 from small_training import stepped
+from sorted_arguments import managing
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -61,7 +62,13 @@ class Saver:
             self._under_way.popleft().result(DEADLINE_S)
         path = f"{self._root}/{step % 2}"
         self._under_way.append(
-            bcp.save(path, state, step=step, async_save=True, layout=self._layout, deadline_s=DEADLINE_S)
+            bcp.save(
+                path,
+                state,
+                step=step,
+                async_save=True,
+                options=bcp.SaveOptions(layout=self._layout, deadline_s=DEADLINE_S),
+            )
         )
 
     def wait(self) -> None:
@@ -69,16 +76,16 @@ class Saver:
             self._under_way.popleft().result(DEADLINE_S)
 
     def load(self, step: int, state: dict[str, Any]) -> int | None:
-        return bcp.load(f"{self._root}/{step % 2}", state, deadline_s=DEADLINE_S).step
+        return bcp.load(f"{self._root}/{step % 2}", state, options=bcp.LoadOptions(deadline_s=DEADLINE_S)).step
 
     def close(self) -> None:
         self.wait()
 
 
 class ManagedSaver(Saver):
-    def __init__(self, root: str, layout: Any, **options: Any) -> None:
-        options = {"keep": 2, "layout": layout, "deadline_s": DEADLINE_S, "lease_s": 0.6, **options}
-        self._manager = bcp.CheckpointManager(root, **options)
+    def __init__(self, root: Any, layout: Any) -> None:
+        options = {"keep": 2, "layout": layout, "deadline_s": DEADLINE_S, "lease_s": 0.6}
+        self._manager = bcp.CheckpointManager(root, **managing(**options))
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         assert self._manager.save(step, state, force=True) is not None
@@ -96,7 +103,7 @@ class ManagedSaver(Saver):
 
 class StagedSaver(ManagedSaver):
     def __init__(self, root: str, layout: Any) -> None:
-        super().__init__(root, layout, staging=f"{root}-staging", keep_staged=2)
+        super().__init__(bcp.Location(root, tier=bcp.Tier(f"{root}-staging", keep=2)), layout)
 
 
 SAVERS = {"alone": Saver, "managed": ManagedSaver, "staged": StagedSaver}

@@ -39,7 +39,11 @@ def test_fifty_saves_hold_what_two_held(bucket: str, s3: dict[str, Any], monkeyp
         for step in range(1, SAVES + 1):
             state["extra_state"]["step"] = step
             checkpointer.save(
-                f"s3://{bucket}/step", state, async_save=True, storage_options=s3, deadline_s=time_limit(60)
+                f"s3://{bucket}/step",
+                state,
+                async_save=True,
+                storage_options=s3,
+                options=bcp.SaveOptions(deadline_s=time_limit(60)),
             ).result()
             if step == 2:
                 before = held_now()

@@ -12,5 +12,5 @@ import bytecheckpoint as bcp
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of ``training(1.0)`` that no test changes."""
     path = tmp_path_factory.mktemp("rules") / "checkpoint"
-    bcp.save(path, training(1.0), step=7, metadata={"by": "test"}, chunk_size=64)
+    bcp.save(path, training(1.0), step=7, metadata={"by": "test"}, options=bcp.SaveOptions(chunk_size=64))
     return path

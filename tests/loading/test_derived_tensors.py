@@ -93,7 +93,7 @@ def check_loaded(path: Path, saved: Scaled) -> None:
 def test_round_trip(tmp_path: Path, kind: type[Shard], layout: Any, async_save: bool) -> None:
     saved = Scaled(3, kind)
     expected = {name: exponents.float().exp2() for name, exponents in saved.exponents.items()}
-    bcp.save(tmp_path / "c", {"scaled": saved}, layout=layout, async_save=async_save).result()
+    bcp.save(tmp_path / "c", {"scaled": saved}, async_save=async_save, options=bcp.SaveOptions(layout=layout)).result()
     checkpoint = bcp.open(tmp_path / "c")
     for name, values in expected.items():
         assert torch.equal(checkpoint[f"scaled.{name}"][()], values)
@@ -106,7 +106,7 @@ def _on_each_rank(rank: int, world_size: int, path: str) -> list[int]:
     bcp.register_adapter(ScaledAdapter())
     saved, loaded = Scaled(3), Scaled(50)
     bcp.save(path, {"scaled": saved})
-    report = bcp.load(path, {"scaled": loaded}, share_reads="always")
+    report = bcp.load(path, {"scaled": loaded}, options=bcp.LoadOptions(share_reads="always"))
     for name in SHAPES:
         assert torch.equal(loaded.exponents[name], saved.exponents[name])
     return [report.bytes_requested, report.bytes_received]
@@ -185,7 +185,7 @@ def flat_adapter() -> None:
 @pytest.mark.parametrize("layout", ["shards", "whole"])
 def test_parts_of_a_tensor_are_written_together(tmp_path: Path, layout: Any) -> None:
     saved = Flat(3)
-    bcp.save(tmp_path / "c", {"flat": saved}, layout=layout)
+    bcp.save(tmp_path / "c", {"flat": saved}, options=bcp.SaveOptions(layout=layout))
     checkpoint = bcp.open(tmp_path / "c")
     for name, values in saved.values().items():
         assert torch.equal(checkpoint[f"flat.{name}"][()], values)

@@ -116,7 +116,9 @@ def _load(rank: int, world_size: int, path: str, layout: str, tensors: dict[str,
     else:
         fully_shard(model)
     try:
-        report = bcp.load(path, {"model": model}, share_reads="always", deadline_s=time_limit(30))
+        report = bcp.load(
+            path, {"model": model}, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(30))
+        )
     except BytecheckpointError as error:
         return str(error)
     if layout == "fsdp2 on meta":

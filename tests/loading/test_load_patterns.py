@@ -10,6 +10,7 @@ import pytest
 import torch
 from mismatches import faults_of
 from small_training import differing, memory, plain_model, training
+from sorted_arguments import loading
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import MismatchError, UsageError
@@ -60,7 +61,7 @@ def test_files_of_excluded_sections_are_not_opened(saved: Path, tmp_path: Path) 
         file.unlink()
     for options in ({"exclude": ["optimizer.*"]}, {"include": ["model.*", "extra_state.*"]}):
         state = training(9.0)
-        bcp.load(copy, state, **options)
+        bcp.load(copy, state, **loading(**options))
         assert torch.equal(state["model"][0].weight, training(1.0)["model"][0].weight)
     with pytest.raises(bcp.errors.CorruptionError, match="missing"):
         bcp.load(copy, training(9.0))
@@ -115,7 +116,7 @@ def test_patterns_and_renames_that_match_nothing(
     state = training(9.0)
     before = memory(state)
     with pytest.raises(MismatchError) as caught:
-        bcp.load(saved, state, strict=False, **options)
+        bcp.load(saved, state, strict=False, **loading(**options))
     assert fault in [found[: len(fault)] for found in caught.value.faults]
     (line,) = [line for line in str(caught.value).splitlines() if line.startswith(f"    {fault[1]}")]
     assert hint in line

@@ -38,7 +38,9 @@ def _load_stages(rank: int, world_size: int, path: str, names: list[str]) -> tup
     """Each rank requests one part of the model, like a pipeline stage."""
     local = {name: torch.zeros(3) for name in names[rank::world_size]}
     try:
-        report = bcp.load(path, {"model": local, "extra_state": {"s": 0}}, deadline_s=time_limit(30))
+        report = bcp.load(
+            path, {"model": local, "extra_state": {"s": 0}}, options=bcp.LoadOptions(deadline_s=time_limit(30))
+        )
     except MismatchError as error:
         return str(error), sorted(error.faults)
     return {name: tensor[0].item() for name, tensor in local.items()}, report.unexpected, report.bytes_requested
@@ -62,7 +64,9 @@ def test_disjoint_targets_are_not_unexpected(pool: RankPool, tmp_path: Path) -> 
 def _load_selected(rank: int, world_size: int, path: str, include: list[str]) -> Any:
     local = {name: torch.zeros(3) for name in "abcd"[rank::world_size]}
     try:
-        return bcp.load(path, {"model": local}, include=include, strict=False, deadline_s=time_limit(30)).loaded
+        return bcp.load(
+            path, {"model": local}, include=include, strict=False, options=bcp.LoadOptions(deadline_s=time_limit(30))
+        ).loaded
     except MismatchError as error:
         return error.faults
 
@@ -76,7 +80,7 @@ def test_a_pattern_may_match_on_one_rank_only(pool: RankPool, tmp_path: Path) ->
 
 
 def _save_training(rank: int, world_size: int, path: str) -> None:
-    bcp.save(path, training(1.0, steps=2, shard=True), deadline_s=time_limit(30))
+    bcp.save(path, training(1.0, steps=2, shard=True), options=bcp.SaveOptions(deadline_s=time_limit(30)))
 
 
 def _fail_to_read(rank: int, world_size: int, path: str, failing: int, shared: str) -> Any:
@@ -91,12 +95,17 @@ def _fail_to_read(rank: int, world_size: int, path: str, failing: int, shared: s
 
     patched = mock.patch.object(nearest, "open_backend", open_failing if rank == failing else open_backend)
     with patched, pytest.raises(BytecheckpointError, match="the disk is gone") as caught:
-        bcp.load(path, state, exclude=["extra_state.table"], share_reads=shared, deadline_s=time_limit(30))  # type: ignore[arg-type]
+        bcp.load(
+            path,
+            state,
+            exclude=["extra_state.table"],
+            options=bcp.LoadOptions(share_reads=shared, deadline_s=time_limit(30)),
+        )  # type: ignore[arg-type]
     after = (state["extra_state"], state["optimizer"].param_groups[0]["lr"], schedule.state_dict())
     assert after == before
     assert not state["optimizer"].state, "the optimizer got state"
     # The next load works, in the same processes.
-    bcp.load(path, state, exclude=["extra_state.table"], deadline_s=time_limit(30))
+    bcp.load(path, state, exclude=["extra_state.table"], options=bcp.LoadOptions(deadline_s=time_limit(30)))
     assert state["extra_state"]["step"] == 1
     assert len(state["optimizer"].state) == 4
     return str(caught.value)
@@ -118,13 +127,15 @@ def _per_rank_state(rank: int, policy: str | None) -> dict[str, Any]:
 
 
 def _save_per_rank(rank: int, world_size: int, path: str, declared: bool) -> None:
-    bcp.save(path, _per_rank_state(rank, "error" if declared else None), deadline_s=time_limit(30))
+    bcp.save(
+        path, _per_rank_state(rank, "error" if declared else None), options=bcp.SaveOptions(deadline_s=time_limit(30))
+    )
 
 
 def _load_per_rank(rank: int, world_size: int, path: str, policy: str | None, option: str) -> Any:
     state = _per_rank_state(-1, policy)
     try:
-        report = bcp.load(path, state, per_rank=option, deadline_s=time_limit(30))
+        report = bcp.load(path, state, options=bcp.LoadOptions(per_rank=option, deadline_s=time_limit(30)))
     except MismatchError as error:
         return sorted({name for kind, name, _ in error.faults if kind == "per_rank"}), str(error)
     own = state["extra_state"]["own"]
@@ -157,7 +168,7 @@ def test_values_of_single_ranks(pool: RankPool, tmp_path: Path, declared: bool) 
 
 def _unwanted_per_rank(rank: int, world_size: int, path: str) -> list[str]:
     try:
-        bcp.load(path, {"extra_state": {"shared": 0}}, deadline_s=time_limit(30))
+        bcp.load(path, {"extra_state": {"shared": 0}}, options=bcp.LoadOptions(deadline_s=time_limit(30)))
     except MismatchError as error:
         return sorted(name for _, name, _ in error.faults)
     return []
@@ -177,14 +188,14 @@ def _save_rng(rank: int, world_size: int, path: str) -> list[float]:
     random.seed(100 + rank)
     np.random.seed(100 + rank)
     torch.manual_seed(100 + rank)
-    bcp.save(path, {"rng": bcp.RNGState(), "extra_state": {"x": 1}}, deadline_s=time_limit(30))
+    bcp.save(path, {"rng": bcp.RNGState(), "extra_state": {"x": 1}}, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     return _draw()
 
 
 def _load_rng(rank: int, world_size: int, path: str, on_resize: str) -> list[float] | str:
     random.seed(5)
     try:
-        bcp.load(path, {"rng": bcp.RNGState(on_resize)}, deadline_s=time_limit(30))  # type: ignore[arg-type]
+        bcp.load(path, {"rng": bcp.RNGState(on_resize)}, options=bcp.LoadOptions(deadline_s=time_limit(30)))  # type: ignore[arg-type]
     except bcp.errors.BytecheckpointError as error:
         return str(error)
     return _draw()

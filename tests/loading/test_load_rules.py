@@ -14,6 +14,7 @@ import pytest
 import torch
 from mismatches import faults_of
 from small_training import differing, memory, plain_model, stepped, training
+from sorted_arguments import loading
 from torch import nn
 
 import bytecheckpoint as bcp
@@ -81,10 +82,10 @@ def test_renaming_and_excluding_use_the_names_of_the_state(saved: Path) -> None:
     optimizer = stepped(model)
     options: dict[str, Any] = {"rename": _by_function}
     with pytest.raises(MismatchError) as caught:
-        bcp.load(saved, {"model": model, "optimizer": optimizer}, **options)
+        bcp.load(saved, {"model": model, "optimizer": optimizer}, **loading(**options))
     assert faults_of(caught, "unexpected") == ["model.count", "model.second.bias", "model.second.weight"]
     exclude = ["model.count", "*.second.*"]
-    bcp.load(saved, {"model": model, "optimizer": optimizer}, exclude=exclude, strict="exact", **options)
+    bcp.load(saved, {"model": model, "optimizer": optimizer}, exclude=exclude, strict="exact", **loading(**options))
     assert torch.equal(model.first.weight, training(1.0)["model"][0].weight)
 
 

@@ -69,7 +69,7 @@ def _interrupt_while_reading(interrupted: threading.Event) -> Any:
 
 
 def _load_and_interrupt(rank: int, world_size: int, path: str, where: str, victim: int) -> tuple[str, bool, float]:
-    bcp.save(path, _state(rank, 2.0, steps=2), deadline_s=DEADLINE_S)
+    bcp.save(path, _state(rank, 2.0, steps=2), options=bcp.SaveOptions(deadline_s=DEADLINE_S))
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     state = _state(rank, 1.0, steps=0)
     before, interrupted = _plain(state), threading.Event()
@@ -83,7 +83,7 @@ def _load_and_interrupt(rank: int, world_size: int, path: str, where: str, victi
     outcome = "loaded"
     try:
         with patch:
-            bcp.load(path, state, deadline_s=DEADLINE_S, share_reads="never")
+            bcp.load(path, state, options=bcp.LoadOptions(deadline_s=DEADLINE_S, share_reads="never"))
     except KeyboardInterrupt:
         outcome = "KeyboardInterrupt"
     except RankFailedError as error:
@@ -95,7 +95,7 @@ def _load_and_interrupt(rank: int, world_size: int, path: str, where: str, victi
     is_unchanged = _plain(state) == before
     if world_size > 1:
         dist.barrier()
-    bcp.load(path, state, strict="exact", deadline_s=DEADLINE_S)
+    bcp.load(path, state, strict="exact", options=bcp.LoadOptions(deadline_s=DEADLINE_S))
     weights = {*state["model"].weight.flatten().tolist(), *state["model"].bias.flatten().tolist()}
     return outcome, is_unchanged, len(weights) == 1 and state["extra"]["value"]
 
@@ -121,12 +121,12 @@ def _resume_and_terminate(rank: int, world_size: int, root: str, victim: int) ->
         if rank == victim and (name, event) == ("load.read", "enter"):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    bcp.save(f"{root}/step-4", _state(rank, 4.0, steps=1), step=4, deadline_s=DEADLINE_S)
+    bcp.save(f"{root}/step-4", _state(rank, 4.0, steps=1), step=4, options=bcp.SaveOptions(deadline_s=DEADLINE_S))
     state = _state(rank, 1.0, steps=0)
     resumed, left = 0.0, "returned"
     stop = telemetry.observe(observe)
     try:
-        with bcp.CheckpointManager(root, deadline_s=DEADLINE_S) as manager:
+        with bcp.CheckpointManager(root, job=bcp.JobOptions(deadline_s=DEADLINE_S)) as manager:
             manager.resume(state)
             resumed = state["extra"]["value"]
             for step in range(5, 100):

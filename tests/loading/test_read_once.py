@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from leak_watch import held_now, left_since
+from sorted_arguments import loading
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -55,14 +56,14 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("read_once") / "checkpoint"
-    bcp.save(path, {"model": content(), "extra_state": {"step": 3}}, chunk_size=16 << 10)
+    bcp.save(path, {"model": content(), "extra_state": {"step": 3}}, options=bcp.SaveOptions(chunk_size=16 << 10))
     return path
 
 
 def _load_all(rank: int, world_size: int, path: str, options: dict[str, Any]) -> Any:
     tensors = like(content())
     extra = {"step": 0}
-    report = bcp.load(path, {"model": tensors, "extra_state": extra}, deadline_s=time_limit(60), **options)
+    report = bcp.load(path, {"model": tensors, "extra_state": extra}, **loading(deadline_s=time_limit(60), **options))
     assert extra == {"step": 3}
     assert equal(tensors, content())
     work = report.timings.work.get("exchange")
@@ -101,7 +102,7 @@ def test_ranks_of_one_host_read_cached_files_separately(rank_pool: RankPool, sav
 def test_a_cold_disk_is_read_once_for_many(
     rank_pool: RankPool, tmp_path: Path, world_size: int, passes_on: bool
 ) -> None:
-    bcp.save(tmp_path, {"model": content(), "extra_state": {"step": 3}}, chunk_size=16 << 10)
+    bcp.save(tmp_path, {"model": content(), "extra_state": {"step": 3}}, options=bcp.SaveOptions(chunk_size=16 << 10))
     backend = LocalBackend(tmp_path)
     (key,) = (stat.key for stat in backend.list() if stat.key.endswith(".safetensors"))
     with open(tmp_path / key, "rb") as file:
@@ -123,12 +124,12 @@ def test_an_object_store_is_read_once_by_default(rank_pool: RankPool, bucket: st
 
 def test_an_unknown_choice_is_refused(saved: Path) -> None:
     with pytest.raises(UsageError, match="auto, always, never"):
-        bcp.load(saved, {"model": like(content())}, share_reads="sometimes")
+        bcp.load(saved, {"model": like(content())}, options=bcp.LoadOptions(share_reads="sometimes"))
 
 
 def test_one_process_shares_no_reads(saved: Path) -> None:
     tensors = like(content())
-    report = bcp.load(saved, {"model": tensors}, share_reads="always")
+    report = bcp.load(saved, {"model": tensors}, options=bcp.LoadOptions(share_reads="always"))
     assert equal(tensors, content())
     assert report.bytes_received == 0
 
@@ -142,7 +143,9 @@ def _load_into_odd_memory(rank: int, world_size: int, path: str) -> Any:
         "one_row": torch.zeros(1, 600_000)[:, ::2],
         "scalar": torch.zeros(()).expand(()),
     }
-    report = bcp.load(path, {"model": tensors}, strict=False, share_reads="always", deadline_s=time_limit(60))
+    report = bcp.load(
+        path, {"model": tensors}, strict=False, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60))
+    )
     assert all(torch.equal(tensors[name].to(requested[name].dtype), requested[name]) for name in tensors)
     return report.bytes_received > 0, sorted(report.cast)
 
@@ -158,7 +161,9 @@ def _load_some(rank: int, world_size: int, path: str) -> Any:
         tensors["large"] = tensors["large"].double()
     if rank == 3:
         tensors = {name: tensors[name] for name in ("large", "half")}
-    report = bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
+    report = bcp.load(
+        path, {"model": tensors}, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60))
+    )
     expected = content()
     assert all(torch.equal(tensor.to(expected[name].dtype), expected[name]) for name, tensor in tensors.items())
     return report.bytes_received > 0
@@ -184,7 +189,7 @@ def net(seed: int) -> Net:
 def _load_hsdp(rank: int, world_size: int, path: str) -> Any:
     model = net(1)
     fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicas", "shards")))
-    report = bcp.load(path, {"model": model}, share_reads="always", deadline_s=time_limit(60))
+    report = bcp.load(path, {"model": model}, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60)))
     expected = net(0).state_dict()
     for name, parameter in model.state_dict().items():
         assert isinstance(parameter, DTensor)
@@ -193,7 +198,7 @@ def _load_hsdp(rank: int, world_size: int, path: str) -> Any:
 
 
 def test_replicas_of_shards_are_read_once(rank_pool: RankPool, tmp_path: Path) -> None:
-    bcp.save(tmp_path, {"model": net(0)}, chunk_size=4096)
+    bcp.save(tmp_path, {"model": net(0)}, options=bcp.SaveOptions(chunk_size=4096))
     results = rank_pool.run(_load_hsdp, str(tmp_path), world_size=4)
     read, received, requested = (sum(column) for column in zip(*results))
     assert requested == 2 * nbytes(net(0).state_dict())
@@ -212,14 +217,14 @@ def _tensor_parallel(rank: int, world_size: int, seed: int) -> dict[str, torch.T
 
 def _load_tensor_parallel(rank: int, world_size: int, path: str) -> Any:
     model = _tensor_parallel(rank, world_size, 1)
-    report = bcp.load(path, {"model": model}, share_reads="always", deadline_s=time_limit(60))
+    report = bcp.load(path, {"model": model}, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60)))
     expected = net(0).state_dict()
     assert all(torch.equal(tensor.full_tensor(), expected[name]) for name, tensor in model.items())
     return report.bytes_received, report.bytes_read
 
 
 def test_replicas_of_tensor_parallel_ranks_are_read_once(rank_pool: RankPool, tmp_path: Path) -> None:
-    bcp.save(tmp_path, {"model": net(0)}, chunk_size=4096)
+    bcp.save(tmp_path, {"model": net(0)}, options=bcp.SaveOptions(chunk_size=4096))
     received, read = zip(*rank_pool.run(_load_tensor_parallel, str(tmp_path), world_size=4))
     tensors = net(0).state_dict()
     replicated = {name: t for name, t in tensors.items() if name.startswith("norm") or name == "down.bias"}
@@ -231,7 +236,7 @@ def test_replicas_of_tensor_parallel_ranks_are_read_once(rank_pool: RankPool, tm
 def _load_damaged(rank: int, world_size: int, path: str) -> Any:
     tensors = like(content())
     try:
-        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
+        bcp.load(path, {"model": tensors}, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60)))
     except BytecheckpointError as error:
         cause = type(error.__cause__).__name__
         again = like(content())
@@ -240,7 +245,7 @@ def _load_damaged(rank: int, world_size: int, path: str) -> Any:
 
 
 def test_a_damaged_byte_is_the_same_error_on_all_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
-    bcp.save(tmp_path, {"model": content()}, chunk_size=16 << 10)
+    bcp.save(tmp_path, {"model": content()}, options=bcp.SaveOptions(chunk_size=16 << 10))
     file = next(tmp_path.rglob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -265,7 +270,7 @@ def _damage_in_memory(rank: int, world_size: int, path: str, first: str) -> Any:
 
     stop = telemetry.record(damage) if rank == 1 else lambda: None
     try:
-        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
+        bcp.load(path, {"model": tensors}, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60)))
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
     finally:
@@ -289,7 +294,7 @@ def _die_while_reading(rank: int, world_size: int, path: str, dying: int) -> Any
         # In the middle of the exchange, after some packets were forwarded.
         telemetry.record(lambda span: os.kill(os.getpid(), signal.SIGKILL) if span.name == "exchange" else None)
     try:
-        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
+        bcp.load(path, {"model": tensors}, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60)))
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
     return None
@@ -308,7 +313,7 @@ def _load_again_and_again(rank: int, world_size: int, path: str, times: int) -> 
     before = held_now()
     for number in range(times + 1):
         tensors = like(content())
-        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
+        bcp.load(path, {"model": tensors}, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60)))
         assert equal(tensors, content())
         if number == 0:
             before = held_now()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sorted_arguments import loading
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -43,7 +44,7 @@ def nbytes(names: tuple[str, ...]) -> int:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("scattered") / "checkpoint"
-    bcp.save(path, {"model": content()}, chunk_size=16 << 10)
+    bcp.save(path, {"model": content()}, options=bcp.SaveOptions(chunk_size=16 << 10))
     return path
 
 
@@ -64,7 +65,7 @@ def equal(tensors: dict[str, torch.Tensor]) -> bool:
 
 def _load(rank: int, world_size: int, path: str, options: dict[str, Any]) -> Any:
     tensors = empty(world_size)
-    report = bcp.load(path, {"model": tensors}, deadline_s=time_limit(60), **options)
+    report = bcp.load(path, {"model": tensors}, **loading(deadline_s=time_limit(60), **options))
     assert equal(tensors)
     return report.bytes_read, report.bytes_received
 
@@ -95,7 +96,9 @@ def _load_in_two_dimensions(rank: int, world_size: int, path: str) -> Any:
         for name, tensor in content().items()
         if name in ("down", "experts")
     }
-    report = bcp.load(path, {"model": tensors}, strict=False, share_reads="always", deadline_s=time_limit(60))
+    report = bcp.load(
+        path, {"model": tensors}, strict=False, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60))
+    )
     expected = content()
     assert all(torch.equal(tensor.full_tensor(), expected[name]) for name, tensor in tensors.items())
     return report.bytes_read, report.bytes_received
@@ -114,7 +117,12 @@ def _load_into_odd_memory(rank: int, world_size: int, path: str) -> Any:
     columns = 1020 // world_size
     local = torch.zeros(columns, 1003, dtype=torch.float64).t()
     down = DTensor.from_local(local, mesh, [Shard(1)], shape=torch.Size((1003, 1020)), stride=(1020, 1))
-    report = bcp.load(path, {"model": {"down": down}}, strict=False, share_reads="always", deadline_s=time_limit(60))
+    report = bcp.load(
+        path,
+        {"model": {"down": down}},
+        strict=False,
+        options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60)),
+    )
     assert torch.equal(local, content()["down"][:, rank * columns : (rank + 1) * columns].double())
     return report.bytes_received
 
@@ -131,7 +139,7 @@ def _load_damaged(rank: int, world_size: int, path: str, damaged: int | None) ->
     if rank == damaged:
         scatter.checksum_of = lambda views: real(views) ^ 1
     try:
-        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
+        bcp.load(path, {"model": tensors}, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60)))
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
     finally:
@@ -147,7 +155,7 @@ def test_damage_in_transit_is_the_same_error_on_all_ranks(rank_pool: RankPool, s
 
 
 def test_a_damaged_file_is_the_same_error_on_all_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
-    bcp.save(tmp_path, {"model": content()}, chunk_size=16 << 10)
+    bcp.save(tmp_path, {"model": content()}, options=bcp.SaveOptions(chunk_size=16 << 10))
     file = next(tmp_path.rglob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -163,7 +171,7 @@ def _die(rank: int, world_size: int, path: str, dying: int) -> Any:
     if rank == dying:
         telemetry.record(lambda span: os.kill(os.getpid(), signal.SIGKILL) if span.name == "exchange" else None)
     try:
-        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
+        bcp.load(path, {"model": tensors}, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60)))
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
     return None

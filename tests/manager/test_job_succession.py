@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sorted_arguments import managing
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
@@ -38,7 +39,7 @@ class Job:
 
     def begin(self) -> tuple[bcp.CheckpointManager, float]:
         """The manager, and the value with which the job resumes."""
-        manager = bcp.CheckpointManager(self.root, lease_s=LEASE_S, deadline_s=DEADLINE_S, **self.options)
+        manager = bcp.CheckpointManager(self.root, **managing(lease_s=LEASE_S, deadline_s=DEADLINE_S, **self.options))
         state = _state(0.0)
         manager.resume(state)
         return manager, state["extra"]["value"]
@@ -190,7 +191,7 @@ def test_a_save_that_failed_because_the_root_was_lost(tmp_path: Path) -> None:
         lease.write_bytes(replace(LeaseRecord.unpack(lease.read_bytes()), job=b"next").pack())
         raise StorageError("the folder is gone")
 
-    manager = bcp.CheckpointManager(tmp_path, lease_s=600.0, cadence=1, preemption=None)
+    manager = bcp.CheckpointManager(tmp_path, cadence=1, preemption=None, job=bcp.JobOptions(lease_s=600.0))
     stop = _hold_write(lose)
     handle = manager.save(1, _state(1.0))
     assert handle is not None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sorted_arguments import managing
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -31,7 +32,7 @@ def _state(value: float) -> dict[str, Any]:
 def _train(root: Path, error: BaseException, **options: Any) -> None:
     """Save nothing but on the exception, in step 7."""
     state = _state(0.0)
-    with bcp.CheckpointManager(root, save_on_exception=bcp.ExceptionSave(state=state, **options)) as manager:
+    with bcp.CheckpointManager(root, on_exception=bcp.ExceptionSave(state=state, **options)) as manager:
         manager.resume(state)
         for step in range(1, 8):
             state["model"]["w"].fill_(float(step))
@@ -42,7 +43,7 @@ def _train(root: Path, error: BaseException, **options: Any) -> None:
 
 
 def _save_and_fail(root: Path, step: int, error: Exception, last_save: Any, **options: Any) -> None:
-    with bcp.CheckpointManager(root, save_on_exception=last_save, **options) as manager:
+    with bcp.CheckpointManager(root, on_exception=last_save, **managing(**options)) as manager:
         manager.save(step, _state(0.0))
         raise error
 
@@ -120,7 +121,7 @@ def test_a_state_without_a_step_is_not_saved(tmp_path: Path, when: str, caplog: 
 
     def fail() -> None:
         state = _state(0.0)
-        with bcp.CheckpointManager(tmp_path, save_on_exception=state) as manager:
+        with bcp.CheckpointManager(tmp_path, on_exception=state) as manager:
             if when == "in resume":
                 manager.save(1, state)
                 manager.resume({**state, "more": {"x": 1}})
@@ -167,7 +168,7 @@ def test_a_failure_at_the_end_counts(tmp_path: Path) -> None:
     state = _state(1.0)
     with (
         pytest.raises(OSError, match="a broken disk"),
-        bcp.CheckpointManager(tmp_path, cadence=1, save_on_exception=state) as manager,
+        bcp.CheckpointManager(tmp_path, cadence=1, on_exception=state) as manager,
     ):
         manager.save(1, state)
     assert _folders(tmp_path) == ["step-1-exception"]
@@ -183,9 +184,9 @@ def test_invalid_options(tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             bcp.ExceptionSave(**bad)
     with pytest.raises(UsageError, match=r"ExceptionSave\.state"):
-        bcp.CheckpointManager(tmp_path, save_on_exception=True)  # type: ignore[arg-type]
+        bcp.CheckpointManager(tmp_path, on_exception=True)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="reserved"):
-        bcp.CheckpointManager(tmp_path, metadata={MARK: 1})
+        bcp.CheckpointManager(tmp_path, job=bcp.JobOptions(metadata={MARK: 1}))
 
 
 def _leave(rank: int, world_size: int, root: str, how: str, victim: int) -> tuple[str, list[str]]:
@@ -202,7 +203,10 @@ def _leave(rank: int, world_size: int, root: str, how: str, victim: int) -> tupl
     raised = "nothing"
     try:
         with bcp.CheckpointManager(
-            root, cadence=1000, deadline_s=DEADLINE_S, coordinate_every_s=0.001, save_on_exception=options
+            root,
+            cadence=1000,
+            on_exception=options,
+            job=bcp.JobOptions(deadline_s=DEADLINE_S, coordinate_every_s=0.001),
         ) as manager:
             for step in range(1, 100):
                 nn.init.constant_(model.weight, float(step))

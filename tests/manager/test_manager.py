@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from damage import with_version
+from sorted_arguments import managing
 from torch import nn
 
 import bytecheckpoint as bcp
@@ -64,7 +65,7 @@ def _value(root: Path, **options: Any) -> float | None:
 
 
 def _save_all(root: Path, steps: Iterable[int], **options: Any) -> None:
-    with bcp.CheckpointManager(root, cadence=1, **options) as manager:
+    with bcp.CheckpointManager(root, cadence=1, **managing(**options)) as manager:
         for step in steps:
             manager.save(step, _state(float(step)), metrics={"loss": abs(step - 4)})
 
@@ -85,11 +86,11 @@ def test_a_part_of_the_state_is_saved_and_resumed(tmp_path: Path) -> None:
     state = _state(1.0)
     state["model"].weight.requires_grad_(False)
     options: dict[str, Any] = {"cadence": 1, "trainable_only": True, "exclude": ["extra_state"]}
-    with bcp.CheckpointManager(tmp_path, **options) as manager:
+    with bcp.CheckpointManager(tmp_path, **managing(**options)) as manager:
         manager.save(1, state)
     assert list(bcp.open(tmp_path / "step-1")) == ["model.bias"]
     other = _state(5.0)
-    with bcp.CheckpointManager(tmp_path, **options) as manager:
+    with bcp.CheckpointManager(tmp_path, **managing(**options)) as manager:
         report = manager.resume(other)
     assert report is not None
     assert report.left_out == ["extra_state.value", "model.weight"]
@@ -122,7 +123,7 @@ def test_saves_by_the_clock(tmp_path: Path) -> None:
 
 
 def test_a_step_is_saved_only_once_unless_it_is_forced(tmp_path: Path) -> None:
-    with bcp.CheckpointManager(tmp_path, cadence=1, when_busy="skip") as manager:
+    with bcp.CheckpointManager(tmp_path, cadence=1, job=bcp.JobOptions(when_busy="skip")) as manager:
         assert manager.save(1, _state(1.0)) is not None
         assert manager.save(1, _state(2.0)) is None
         assert manager.save(1, _state(3.0), force=True) is not None
@@ -240,7 +241,7 @@ def held() -> Iterator[threading.Event]:
 
 
 def test_max_in_flight(tmp_path: Path, held: threading.Event) -> None:
-    with bcp.CheckpointManager(tmp_path, cadence=1, max_in_flight=2) as manager:
+    with bcp.CheckpointManager(tmp_path, cadence=1, job=bcp.JobOptions(max_in_flight=2)) as manager:
         first = manager.save(1, _state())
         second = manager.save(2, _state())
         assert first is not None
@@ -254,7 +255,7 @@ def test_max_in_flight(tmp_path: Path, held: threading.Event) -> None:
 
 
 def test_skipping_when_busy(tmp_path: Path, held: threading.Event) -> None:
-    with bcp.CheckpointManager(tmp_path, cadence=1, when_busy="skip") as manager:
+    with bcp.CheckpointManager(tmp_path, cadence=1, job=bcp.JobOptions(when_busy="skip")) as manager:
         first = manager.save(1, _state())
         assert first is not None
         assert manager.save(2, _state()) is None
@@ -354,7 +355,7 @@ def test_a_closed_manager_refuses_to_save(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_invalid_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        bcp.CheckpointManager(tmp_path, **arguments)
+        bcp.CheckpointManager(tmp_path, **managing(**arguments))
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -468,7 +469,7 @@ def test_unfinished_attempts_of_ended_jobs_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_second_job_on_the_same_root_is_refused(tmp_path: Path) -> None:
-    with bcp.CheckpointManager(tmp_path, lease_s=6.0):
+    with bcp.CheckpointManager(tmp_path, job=bcp.JobOptions(lease_s=6.0)):
         with pytest.raises(RootInUseError, match="this process already has a CheckpointManager open on"):
             bcp.CheckpointManager(tmp_path)
         bcp.CheckpointManager(tmp_path / "another").close()
@@ -484,7 +485,7 @@ def test_a_root_that_cannot_be_leased_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_dropped_manager_releases_its_root(tmp_path: Path, held: threading.Event) -> None:
-    manager = bcp.CheckpointManager(tmp_path, cadence=1, lease_s=0.3)
+    manager = bcp.CheckpointManager(tmp_path, cadence=1, job=bcp.JobOptions(lease_s=0.3))
     handle = manager.save(1, _state(1.0))
     assert handle is not None
     del manager
@@ -646,11 +647,11 @@ def test_a_manager_that_was_dropped_does_not_keep_the_process(tmp_path: Path) ->
     """The root is released at exit, although the heartbeat comes only every 300 s."""
     script = """
         import sys, torch, bytecheckpoint as bcp
-        bcp.CheckpointManager(sys.argv[1], lease_s=900.0)
-        manager = bcp.CheckpointManager(sys.argv[1] + "/other", cadence=1, lease_s=900.0)
+        bcp.CheckpointManager(sys.argv[1], job=bcp.JobOptions(lease_s=900.0))
+        manager = bcp.CheckpointManager(sys.argv[1] + "/other", cadence=1, job=bcp.JobOptions(lease_s=900.0))
         manager.save(1, {"extra_state": {"value": 1}})
         del manager
-        """
+"""
     process = _run(script, tmp_path)
     _, errors = process.communicate(timeout=time_limit(60))
     assert process.returncode == 0, errors

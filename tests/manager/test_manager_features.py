@@ -79,12 +79,12 @@ def test_best_needs_a_metric(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("template", "newest"), [("checkpoint-{step}", "checkpoint-12"), ("{step:08d}", "00000012")])
 def test_names_of_folders(tmp_path: Path, template: str, newest: str) -> None:
     bcp.save(tmp_path / "step-1", _state())
-    with bcp.CheckpointManager(tmp_path, name_template=template, cadence=1, keep=1) as manager:
+    with bcp.CheckpointManager(tmp_path, cadence=1, keep=1, job=bcp.JobOptions(name_template=template)) as manager:
         for step in (9, 10, 12):
             manager.save(step, _state(float(step)))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([newest, "step-1"])
     state = _state(-1.0)
-    with bcp.CheckpointManager(tmp_path, name_template=template) as manager:
+    with bcp.CheckpointManager(tmp_path, job=bcp.JobOptions(name_template=template)) as manager:
         assert manager.resume(state) is not None
     assert state["extra_state"]["value"] == 12.0
 
@@ -95,7 +95,7 @@ def test_names_of_folders(tmp_path: Path, template: str, newest: str) -> None:
 )  # fmt: skip
 def test_names_that_do_not_work(tmp_path: Path, template: Any) -> None:
     with pytest.raises(UsageError, match="name_template must be"):
-        bcp.CheckpointManager(tmp_path, name_template=template)
+        bcp.CheckpointManager(tmp_path, job=bcp.JobOptions(name_template=template))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sorted_arguments import managing
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -41,7 +42,7 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _manager(root: str, **options: Any) -> bcp.CheckpointManager:
-    return bcp.CheckpointManager(root, deadline_s=DEADLINE_S, coordinate_every_s=0.05, **options)
+    return bcp.CheckpointManager(root, **managing(deadline_s=DEADLINE_S, coordinate_every_s=0.05, **options))
 
 
 def _names(root: Path) -> list[str]:
@@ -306,7 +307,7 @@ def _second_job(rank: int, world_size: int, root: str) -> str:
 
 
 def test_every_rank_raises_that_the_root_is_in_use(pool: RankPool, tmp_path: Path) -> None:
-    with bcp.CheckpointManager(tmp_path, lease_s=6.0):
+    with bcp.CheckpointManager(tmp_path, job=bcp.JobOptions(lease_s=6.0)):
         messages = pool.run(_second_job, str(tmp_path))
     assert messages == [messages[0]] * WORLD
     assert messages[0].startswith("RootInUseError: ")

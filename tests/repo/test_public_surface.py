@@ -72,8 +72,23 @@ def test_public_names_exist_and_are_documented() -> None:
 
 def test_the_public_functions_and_their_parameters_exist() -> None:
     assert {"save", "load", "open", "latest", "SaveHandle", "LoadReport", "Checkpoint"} <= set(bcp.__all__)
-    assert {"path", "state", "framework", "async_save", "step"} <= set(inspect.signature(bcp.save).parameters)
-    assert {"path", "state", "framework", "strict"} <= set(inspect.signature(bcp.load).parameters)
+    assert {"path", "state", "async_save", "step", "options"} <= set(inspect.signature(bcp.save).parameters)
+    assert {"path", "state", "strict", "options"} <= set(inspect.signature(bcp.load).parameters)
+
+
+def test_the_public_functions_fit_on_a_card() -> None:
+    """What else can be chosen belongs into the options, which all of them accept."""
+    most = {
+        bcp.save: 9,
+        bcp.load: 9,
+        bcp.warmup: 6,
+        bcp.open: 3,
+        bcp.latest: 4,
+        bcp.watch: 6,
+        bcp.CheckpointManager: 12,
+    }
+    found = {function.__name__: len(inspect.signature(function).parameters) for function in most}
+    assert found == {function.__name__: count for function, count in most.items()}
 
 
 def test_modules_declare_what_they_export() -> None:

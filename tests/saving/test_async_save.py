@@ -23,7 +23,7 @@ from small_training import differing, memory, training
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.engine.staging.staging import Staging
-from bytecheckpoint.errors import DeadlineError, SaveSkippedError, StateError, UsageError
+from bytecheckpoint.errors import DeadlineError, StateError, UsageError
 from bytecheckpoint.save.lifecycle import SaveLifecycle
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
@@ -315,18 +315,18 @@ def test_a_memory_budget_makes_saves_wait_for_each_other(tmp_path: Path) -> None
     """Two states do not fit, so the second save is staged as the first is written."""
     state = {"extra_state": {"weight": torch.ones(3 << 18)}}  # 3 MiB
     with bcp.Checkpointer(memory_budget=8 << 20) as saver:
-        saver._engine.arena.block_size = 1 << 20
-        saver._engine.arena._capacity = 5
+        saver._session.engine.arena.block_size = 1 << 20
+        saver._session.engine.arena._capacity = 5
         with _held_at("save.write") as go_on, ThreadPoolExecutor(1) as pool:
             first = saver.save(tmp_path / "0", state, async_save=True)
-            second = pool.submit(saver.save, tmp_path / "1", state, async_save=True, deadline_s=WAIT_S)
+            second = pool.submit(saver.save, tmp_path / "1", state, async_save=True, options={"deadline_s": WAIT_S})
             with pytest.raises(TimeoutError):
                 second.result(0.1)
             go_on.set()
             second.result(WAIT_S).result(WAIT_S)
         assert first.done()
         assert not first.timings.pipelined
-        assert saver._engine.arena.nbytes <= 5 << 20
+        assert saver._session.engine.arena.nbytes <= 5 << 20
         assert bcp.open(tmp_path / "1").verify().ok
 
 
@@ -337,36 +337,11 @@ def test_a_wait_for_memory_ends(tmp_path: Path) -> None:
         with _held_at("save.write"):
             handles = [saver.save(tmp_path / str(i), state, async_save=True) for i in range(2)]
             with pytest.raises(DeadlineError, match="earlier saves are still being written"):
-                saver.save(tmp_path / "2", state, async_save=True, deadline_s=0.01)
+                saver.save(tmp_path / "2", state, async_save=True, options=bcp.SaveOptions(deadline_s=0.01))
         for handle in handles:
             handle.result(WAIT_S)
         saver.save(tmp_path / "3", state, async_save=True).result(WAIT_S)
     assert not (tmp_path / "2").exists()
-
-
-def test_busy_saves_are_skipped_where_that_is_asked(tmp_path: Path) -> None:
-    state = {"extra_state": {"weight": torch.ones(3 << 18)}}
-    with bcp.Checkpointer(slots=1) as saver:
-        with _held_at("save.write"):
-            first = saver.save(tmp_path / "0", state, async_save=True, when_busy="skip")
-            skipped = saver.save(tmp_path / "1", state, async_save=True, when_busy="skip")
-            assert not first.skipped
-            assert skipped.skipped
-            assert skipped.done()
-            assert skipped.staged()
-            assert "skipped" in repr(skipped)
-            with pytest.raises(SaveSkippedError, match="earlier saves"):
-                skipped.result()
-        first.result(WAIT_S)
-        assert not saver.save(tmp_path / "2", state, async_save=True, when_busy="skip").result(WAIT_S).step
-        assert not saver.save(tmp_path / "2", state, when_busy="skip").skipped
-    assert not (tmp_path / "1").exists()
-
-
-@pytest.mark.parametrize("when_busy", ["", "never", None])
-def test_what_to_do_when_busy_is_one_of_two(tmp_path: Path, when_busy: Any) -> None:
-    with pytest.raises(UsageError, match="when_busy"):
-        bcp.save(tmp_path, training(1.0), when_busy=when_busy)
 
 
 @pytest.mark.parametrize("budget", [64 << 10, 300 << 10, 2 << 20])
@@ -383,7 +358,7 @@ def test_a_state_that_is_larger_than_the_budget(tmp_path: Path, budget: int) -> 
         handle.result(WAIT_S)
         assert handle.timings.pipelined
         assert "less staging memory than state" in str(handle.timings)
-        assert saver._engine.arena.nbytes <= budget
+        assert saver._session.engine.arena.nbytes <= budget
     loaded = _full_state(9.0)
     loaded["extra_state"]["large"] = torch.zeros(512, 512, dtype=torch.int64)
     bcp.load(tmp_path, loaded)
@@ -406,9 +381,9 @@ def test_a_failure_while_staging_waits_for_writing(tmp_path: Path, point: str) -
 def test_a_synchronous_save_needs_a_few_blocks(tmp_path: Path) -> None:
     state = {"extra_state": {"weight": torch.ones(40 << 20, dtype=torch.uint8)}}
     with bcp.Checkpointer() as saver:
-        saver._engine.arena.block_size = 1 << 20
+        saver._session.engine.arena.block_size = 1 << 20
         handle = saver.save(tmp_path, state)
-        assert saver._engine.arena.nbytes <= (saver._engine.io_threads + 2) << 20
+        assert saver._session.engine.arena.nbytes <= (saver._session.engine.io_threads + 2) << 20
         assert not handle.timings.pipelined
         assert bcp.open(tmp_path).verify().ok
 
@@ -480,7 +455,7 @@ def test_tensors_that_change_after_an_interrupt_while_staging_are_never_stored(
 def test_an_interrupt_while_a_save_is_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
     """The background thread ends the save if it has started it, otherwise the caller does."""
     with bcp.Checkpointer() as saver:
-        real = saver._engine.submit
+        real = saver._session.engine.submit
 
         def submit(task: Callable[[], None]) -> None:
             queued = real(task)
@@ -490,7 +465,7 @@ def test_an_interrupt_while_a_save_is_handed_over(tmp_path: Path, monkeypatch: p
 
         with _held_at("save.commit") if not begun else nullcontext():
             earlier = saver.save(tmp_path / "0", training(1.0), async_save=True)
-            monkeypatch.setattr(saver._engine, "submit", submit)
+            monkeypatch.setattr(saver._session.engine, "submit", submit)
             with pytest.raises(KeyboardInterrupt):
                 saver.save(tmp_path / "1", training(2.0))
             monkeypatch.undo()
@@ -563,16 +538,16 @@ def test_thirty_saves_leave_what_two_left(tmp_path: Path) -> None:
 
         saver.warmup(state)  # threads are started as they are needed
         save(4)
-        before, staged = held_now(), saver._engine.arena.nbytes
+        before, staged = held_now(), saver._session.engine.arena.nbytes
         save(30)
         assert left_since(before, turns=30) == []
-        assert saver._engine.arena.nbytes == staged
+        assert saver._session.engine.arena.nbytes == staged
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp") and _of(saver, thread)]
-    assert saver._engine.arena.nbytes == 0
+    assert saver._session.engine.arena.nbytes == 0
 
 
 def _of(saver: bcp.Checkpointer, thread: threading.Thread) -> bool:
-    pools = (saver._engine.io, saver._engine.background)
+    pools = (saver._session.engine.io, saver._session.engine.background)
     return any(thread in pool._threads for pool in pools)
 
 
@@ -614,7 +589,9 @@ def _save_during_collectives(rank: int, world_size: int, path: str, rounds: int)
     total = torch.zeros(1)
     for step in range(rounds):
         if step % 50 == 0:
-            handles.append(bcp.save(path, state, step=step, async_save=True, deadline_s=time_limit(30)))
+            handles.append(
+                bcp.save(path, state, step=step, async_save=True, options=bcp.SaveOptions(deadline_s=time_limit(30)))
+            )
         dist.barrier()
         one = torch.ones(1) * rank
         dist.all_reduce(one)
@@ -622,7 +599,7 @@ def _save_during_collectives(rank: int, world_size: int, path: str, rounds: int)
     for handle in handles:
         handle.result(time_limit(30))
     loaded = training(9.0, shard=True)
-    bcp.load(path, loaded, deadline_s=time_limit(30))
+    bcp.load(path, loaded, options=bcp.LoadOptions(deadline_s=time_limit(30)))
     assert not differing(memory(loaded), at_the_call)
     return [total.item(), float(bcp.open(path).step or 0)]
 
@@ -630,25 +607,29 @@ def _save_during_collectives(rank: int, world_size: int, path: str, rounds: int)
 def _mutate_after(rank: int, world_size: int, path: str) -> list[str]:
     state = training(1.0, shard=True)
     at_the_call = memory(state)
-    handle = bcp.save(path, state, async_save=True, deadline_s=time_limit(30))
+    handle = bcp.save(path, state, async_save=True, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     with torch.no_grad():
         for parameter in state["model"].parameters():
             parameter.mul_(-1)
     handle.result(time_limit(30))
     loaded = training(9.0, shard=True)
-    bcp.load(path, loaded, deadline_s=time_limit(30))
+    bcp.load(path, loaded, options=bcp.LoadOptions(deadline_s=time_limit(30)))
     return differing(memory(loaded), at_the_call)
 
 
 def _fail_in_background(rank: int, world_size: int, path: str) -> tuple[str, str, int]:
     state = training(1.0, shard=True)
-    bcp.save(path, state, step=1, deadline_s=time_limit(30))
+    bcp.save(path, state, step=1, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     with _failing_at("save.write.complete") if rank == 1 else _nothing():
-        handle = bcp.save(path, training(2.0, shard=True), step=2, async_save=True, deadline_s=time_limit(30))
+        handle = bcp.save(
+            path, training(2.0, shard=True), step=2, async_save=True, options=bcp.SaveOptions(deadline_s=time_limit(30))
+        )
         error = handle.exception(60)
     step = bcp.open(path).step or 0
     dist.barrier()
-    bcp.save(path, state, step=3, async_save=True, deadline_s=time_limit(30)).result(time_limit(60))
+    bcp.save(path, state, step=3, async_save=True, options=bcp.SaveOptions(deadline_s=time_limit(30))).result(
+        time_limit(60)
+    )
     return type(error).__name__, str(error).splitlines()[0], step
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from damage import keys_of
+from sorted_arguments import saving
 from torch import nn
 
 import bytecheckpoint as bcp
@@ -54,7 +55,7 @@ def previous(tmp_path: Path) -> Iterator[Path]:
 def _refused(path: Path, state: Any, error: type[Exception], *results: str, **options: Any) -> None:
     for background in (False, True):
         with pytest.raises(error) as caught:
-            bcp.save(path, state, async_save=background, **options)
+            bcp.save(path, state, async_save=background, **saving(**options))
         for part in results:
             assert re.search(part, str(caught.value)), f"{part!r} is not in: {caught.value}"
 
@@ -81,12 +82,12 @@ def test_a_lambda_in_an_optimizer_group(previous: Path) -> None:
 
 
 def test_pickles_only_when_asked_at_both_ends(tmp_path: Path) -> None:
-    bcp.save(tmp_path, _tree(value=1, colour=Decimal(3)), allow_pickle=True)
+    bcp.save(tmp_path, _tree(value=1, colour=Decimal(3)), options=bcp.SaveOptions(allow_pickle=True))
     target = _tree(value=0, colour=None)
     with pytest.raises(StateError, match=r"extra_state\.colour was stored as a pickle.*allow_pickle=True to load"):
         bcp.load(tmp_path, target)
     assert target == _tree(value=0, colour=None)
-    bcp.load(tmp_path, target, allow_pickle=True)
+    bcp.load(tmp_path, target, options=bcp.LoadOptions(allow_pickle=True))
     assert target == _tree(value=1, colour=Decimal(3))
 
 

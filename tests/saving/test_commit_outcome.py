@@ -46,7 +46,7 @@ def _state(rank: int, value: float) -> dict[str, dict[str, torch.Tensor]]:
 
 def _die_after_confirm(rank: int, world_size: int, path: str) -> tuple[str, set[str]]:
     """Rank 2 dies when it has confirmed; rank 0 commits when it is gone."""
-    bcp.save(path, _state(rank, 1.0), deadline_s=time_limit(30))
+    bcp.save(path, _state(rank, 1.0), options=bcp.SaveOptions(deadline_s=time_limit(30)))
     old = set(os.listdir(path)) - {"manifest.msgpack"}
     dist.barrier()
     pids = [None] * world_size
@@ -61,7 +61,7 @@ def _die_after_confirm(rank: int, world_size: int, path: str) -> tuple[str, set[
 
     telemetry.observe(observer)
     try:
-        bcp.save(path, _state(rank, 2.0), step=2, deadline_s=time_limit(30))
+        bcp.save(path, _state(rank, 2.0), step=2, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     except BytecheckpointError as error:
         return f"{type(error).__name__}: {error}", set()
     return "saved", old & set(os.listdir(path)) if rank == 0 else set()
@@ -90,7 +90,9 @@ def _commit_late(rank: int, world_size: int, path: str) -> str:
     if rank == 0:
         nearest.open_backend = lambda url, **options: FaultyBackend(real(url, **options), [rule])
     try:
-        bcp.save(path, _state(rank, 1.0), step=1, deadline_s=time_limit(30) if rank == 0 else 1)
+        bcp.save(
+            path, _state(rank, 1.0), step=1, options=bcp.SaveOptions(deadline_s=time_limit(30) if rank == 0 else 1)
+        )
         return "saved"
     except CommitUnknownError as error:
         return f"unknown: {error}"
@@ -121,7 +123,7 @@ def _lose_rank_0_and_the_store(rank: int, world_size: int, path: str) -> str:
 
     stop = telemetry.observe(observer)
     try:
-        bcp.save(path, _state(rank, 1.0), step=1, deadline_s=time_limit(30))
+        bcp.save(path, _state(rank, 1.0), step=1, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     except BytecheckpointError as error:
         return f"{type(error).__name__}, {error.may_have_committed}: {error}"
     finally:
@@ -189,7 +191,7 @@ def test_the_outcome_is_unknown_if_the_manifest_can_be_neither_written_nor_read(
 
 def _fail_between_confirm_and_commit(rank: int, world_size: int, path: str, victim: int) -> str:
     """The victim fails when it has confirmed; rank 0 is about to write the manifest."""
-    bcp.save(path, _state(rank, 1.0), step=1, deadline_s=time_limit(30))
+    bcp.save(path, _state(rank, 1.0), step=1, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     dist.barrier()
     router = current_communicator().router
 
@@ -204,7 +206,7 @@ def _fail_between_confirm_and_commit(rank: int, world_size: int, path: str, vict
 
     stop = telemetry.observe(observer)
     try:
-        bcp.save(path, _state(rank, 2.0), step=2, deadline_s=time_limit(30))
+        bcp.save(path, _state(rank, 2.0), step=2, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     except BytecheckpointError as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
@@ -237,7 +239,7 @@ class _ObjectStore(LocalBackend):
 
 def _hold_in_write(rank: int, world_size: int, path: str, operation: str, is_object_store: bool) -> str:
     """Rank 0 fails in write and removes the attempt while rank 1 is held in an operation of its store."""
-    bcp.save(path, _state(rank, 1.0), step=1, deadline_s=time_limit(30))
+    bcp.save(path, _state(rank, 1.0), step=1, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     dist.barrier()
 
     def hold(call: Call) -> None:
@@ -258,7 +260,9 @@ def _hold_in_write(rank: int, world_size: int, path: str, operation: str, is_obj
     stop = telemetry.observe(fail)
     try:
         # Rank 0 waits this long for rank 1 before it removes the attempt.
-        bcp.save(path, _state(rank, 2.0), step=2, deadline_s=0.5 if rank == 0 else time_limit(30))
+        bcp.save(
+            path, _state(rank, 2.0), step=2, options=bcp.SaveOptions(deadline_s=0.5 if rank == 0 else time_limit(30))
+        )
         return "saved"
     except BytecheckpointError as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
@@ -285,7 +289,7 @@ def test_a_rank_that_still_writes_when_rank_0_removes_the_attempt_leaves_nothing
 
 def _lose_rank_0_in_the_cleanup(rank: int, world_size: int, path: str) -> str:
     """Rank 2 fails in write; rank 0 dies when it begins to remove the attempt, while rank 1 still writes."""
-    bcp.save(path, _state(rank, 1.0), step=1, deadline_s=time_limit(30))
+    bcp.save(path, _state(rank, 1.0), step=1, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     dist.barrier()
     pids = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
@@ -305,7 +309,9 @@ def _lose_rank_0_in_the_cleanup(rank: int, world_size: int, path: str) -> str:
     nearest.open_backend = lambda url, **options: FaultyBackend(real(url, **options), rules)
     stop = telemetry.observe(fail)
     try:
-        bcp.save(path, _state(rank, 2.0), step=2, deadline_s=0.5 if rank == 0 else time_limit(30))
+        bcp.save(
+            path, _state(rank, 2.0), step=2, options=bcp.SaveOptions(deadline_s=0.5 if rank == 0 else time_limit(30))
+        )
         return "saved"
     except BytecheckpointError as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
@@ -334,7 +340,7 @@ def _forge(rank: int, world_size: int, path: str, forgery: str) -> str:
     if rank == 1:
         commit.pack_written = forged
     try:
-        bcp.save(path, _state(rank, 1.0), deadline_s=time_limit(30))
+        bcp.save(path, _state(rank, 1.0), options=bcp.SaveOptions(deadline_s=time_limit(30)))
         return "saved"
     except BytecheckpointError as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
@@ -379,7 +385,9 @@ def _destroy_group_in_flight(rank: int, world_size: int, path: str) -> str:
             os.sched_yield()
 
     stop = telemetry.observe(observer)
-    handle = bcp.save(f"{path}/together", _state(rank, 1.0), async_save=True, deadline_s=time_limit(30))
+    handle = bcp.save(
+        f"{path}/together", _state(rank, 1.0), async_save=True, options=bcp.SaveOptions(deadline_s=time_limit(30))
+    )
     dist.destroy_process_group()
     if rank == 0:
         handle.result(time_limit(30))

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from damage import keys_of
+from sorted_arguments import save_in_job
 
 import bytecheckpoint as bcp
-from bytecheckpoint import checkpointer
 from bytecheckpoint.checkpoint import nearest
 from bytecheckpoint.checkpoint.manifest_file import commit
 from bytecheckpoint.convert.copy import copy
 from bytecheckpoint.errors import KeyExistsError, RootInUseError, StorageError
-from bytecheckpoint.save.options import SaveOptions
 from bytecheckpoint.storage_backends import Conditions, StorageBackend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.testing import time_limit
@@ -105,13 +104,7 @@ def test_a_job_that_lost_its_lease_does_not_replace_what_its_successor_saved(
 
     at_commit(lambda: _save_elsewhere(tmp_path, 2), False)
     with pytest.raises(RootInUseError):
-        checkpointer.default_checkpointer().save_with(
-            tmp_path,
-            lambda: _state(3.0),
-            SaveOptions(step=3, guard=guard).checked(),
-            async_save=False,
-            storage_options=None,
-        )
+        save_in_job(tmp_path, _state(3.0), step=3, guard=guard)
     _expect(tmp_path, 2)
 
 

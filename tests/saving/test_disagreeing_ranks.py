@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from damage import keys_of
+from sorted_arguments import saving
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -42,7 +43,7 @@ def _disagree(rank: int, world_size: int, root: str, what: str) -> tuple[str, st
             "long": "x" * 200 + str(rank),
         }
     try:
-        bcp.save(path, state, **options)
+        bcp.save(path, state, **saving(**options))
     except bcp.errors.BytecheckpointError as error:
         return type(error).__name__, str(error)
     return "saved", ""
@@ -50,7 +51,7 @@ def _disagree(rank: int, world_size: int, root: str, what: str) -> tuple[str, st
 
 def _load_disagreeing(rank: int, world_size: int, root: str) -> tuple[str, str]:
     try:
-        bcp.load(f"{root}/checkpoint-{rank}", {"extra_state": {}}, deadline_s=time_limit(30))
+        bcp.load(f"{root}/checkpoint-{rank}", {"extra_state": {}}, options=bcp.LoadOptions(deadline_s=time_limit(30)))
     except bcp.errors.BytecheckpointError as error:
         return type(error).__name__, str(error)
     return "loaded", ""
@@ -59,7 +60,9 @@ def _load_disagreeing(rank: int, world_size: int, root: str) -> tuple[str, str]:
 def _disagree_on_contents(rank: int, world_size: int, root: str) -> tuple[str, str]:
     """One parameter with two shapes."""
     try:
-        bcp.save(f"{root}/checkpoint", {"model": nn.Linear(2 + rank, 1)}, deadline_s=time_limit(30))
+        bcp.save(
+            f"{root}/checkpoint", {"model": nn.Linear(2 + rank, 1)}, options=bcp.SaveOptions(deadline_s=time_limit(30))
+        )
     except bcp.errors.BytecheckpointError as error:
         return type(error).__name__, str(error)
     return "saved", ""
@@ -73,7 +76,7 @@ def _disagree_on_a_global_shape(rank: int, world_size: int, root: str, order: tu
         torch.ones(rows // 2, 3), mesh, [Shard(0)], run_check=False, shape=(rows, 3), stride=(3, 1)
     )
     try:
-        bcp.save(f"{root}/checkpoint", {"model": {"w": weight}}, deadline_s=time_limit(30))
+        bcp.save(f"{root}/checkpoint", {"model": {"w": weight}}, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     except bcp.errors.BytecheckpointError as error:
         return type(error).__name__, str(error)
     return "saved", ""
@@ -81,12 +84,16 @@ def _disagree_on_a_global_shape(rank: int, world_size: int, root: str, order: tu
 
 def _fail_on_one(rank: int, world_size: int, root: str) -> tuple[str, str, int]:
     try:
-        bcp.save(f"{root}/checkpoint", {"extra_state": {"f": print if rank == 1 else 1}}, deadline_s=time_limit(30))
+        bcp.save(
+            f"{root}/checkpoint",
+            {"extra_state": {"f": print if rank == 1 else 1}},
+            options=bcp.SaveOptions(deadline_s=time_limit(30)),
+        )
     except bcp.errors.BytecheckpointError as error:
         results = type(error).__name__, str(error)
     else:
         results = "saved", ""
-    bcp.save(f"{root}/next", {"extra_state": {"value": 4}}, deadline_s=time_limit(30))
+    bcp.save(f"{root}/next", {"extra_state": {"value": 4}}, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     return (*results, _value(Path(root) / "next"))
 
 

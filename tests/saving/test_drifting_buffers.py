@@ -30,7 +30,9 @@ def _save(rank: int, world_size: int, path: str, wrap: str) -> None:
     wrapped = {"ddp": nn.parallel.DistributedDataParallel, "fsdp2": fully_shard, "stages": nn.Identity}[wrap](model)
     for name, buffer in model.named_buffers():
         buffer.copy_(torch.full_like(buffer, rank + len(name)))
-    bcp.save(path, {"model": model if wrap == "stages" else wrapped}, deadline_s=time_limit(30))
+    bcp.save(
+        path, {"model": model if wrap == "stages" else wrapped}, options=bcp.SaveOptions(deadline_s=time_limit(30))
+    )
 
 
 @pytest.mark.parametrize(("wrap", "first"), [("ddp", 0), ("fsdp2", 0), ("stages", 1)])

@@ -39,7 +39,7 @@ def _stored(path: Path) -> set[float]:
 @contextmanager
 def _saver(**options: Any) -> Iterator[bcp.Checkpointer]:
     with bcp.Checkpointer(**options) as saver:
-        saver._engine.arena.block_size = BLOCK
+        saver._session.engine.arena.block_size = BLOCK
         yield saver
 
 
@@ -47,7 +47,7 @@ def _saver(**options: Any) -> Iterator[bcp.Checkpointer]:
 def _no_growth(saver: bcp.Checkpointer) -> Iterator[None]:
     """Background threads fault nothing in before the end of the block; at the end they have faulted in everything."""
     go_on = threading.Event()
-    arena = saver._engine.arena
+    arena = saver._session.engine.arena
     add = arena.add
 
     def add_later(*args: Any) -> bool:
@@ -65,7 +65,7 @@ def _no_growth(saver: bcp.Checkpointer) -> Iterator[None]:
 
 def _finish_growth(saver: bcp.Checkpointer) -> None:
     # Every thread takes part in the barrier, so none of them is still busy with an earlier task.
-    engine = saver._engine
+    engine = saver._session.engine
     all_threads = threading.Barrier(engine.io_threads)
     for task in [engine.io.submit(all_threads.wait, WAIT_S) for _ in range(engine.io_threads)]:
         task.result()
@@ -88,7 +88,7 @@ def test_the_first_save_uses_as_few_blocks_as_a_synchronous_one(tmp_path: Path) 
     state = _state(1.0)
     with _saver() as saver:
         saver.save(tmp_path / "sync", state)
-        assert saver._engine.arena.blocks <= FEW
+        assert saver._session.engine.arena.blocks <= FEW
     with _saver() as saver:
         with _no_growth(saver):
             handle = saver.save(tmp_path / "first", state, async_save=True)
@@ -96,9 +96,9 @@ def test_the_first_save_uses_as_few_blocks_as_a_synchronous_one(tmp_path: Path) 
             state["extra_state"]["weight"].fill_(2.0)
             handle.result(WAIT_S)
             assert handle.timings.pipelined
-            assert saver._engine.arena.blocks <= FEW
-        assert saver._engine.arena.blocks == BLOCKS, "as many as the state needs, and no more"
-        assert all(block._warm == BLOCK for block in saver._engine.arena._idle)
+            assert saver._session.engine.arena.blocks <= FEW
+        assert saver._session.engine.arena.blocks == BLOCKS, "as many as the state needs, and no more"
+        assert all(block._warm == BLOCK for block in saver._session.engine.arena._idle)
         with _held_at("save.write"):
             handle = saver.save(tmp_path / "second", state, async_save=True)
             assert handle.staged()
@@ -106,7 +106,7 @@ def test_the_first_save_uses_as_few_blocks_as_a_synchronous_one(tmp_path: Path) 
         handle.result(WAIT_S)
         for number in range(10):
             saver.save(tmp_path / "more", state, step=number, async_save=True).result(WAIT_S)
-        assert saver._engine.arena.blocks == BLOCKS
+        assert saver._session.engine.arena.blocks == BLOCKS
     assert _stored(tmp_path / "first") == {1.0}
     assert _stored(tmp_path / "second") == {2.0}
 
@@ -119,7 +119,7 @@ def test_memory_that_is_faulted_in_is_used_before_anything_is_written(tmp_path: 
         assert first.timings.pipelined
         assert second.timings.pipelined, "the blocks of the first save are not available to the second"
         assert not first.done()
-        assert saver._engine.arena.blocks == 2 * BLOCKS
+        assert saver._session.engine.arena.blocks == 2 * BLOCKS
     assert (_stored(tmp_path / "0"), _stored(tmp_path / "1")) == ({1.0}, {2.0})
 
 
@@ -132,30 +132,30 @@ def test_a_state_of_a_few_blocks_is_copied_at_once(tmp_path: Path) -> None:
 
 def test_a_budget_limits_what_is_faulted_in(tmp_path: Path) -> None:
     with _saver(memory_budget=20 * BLOCK) as saver:
-        saver._engine.arena._capacity = 20
+        saver._session.engine.arena._capacity = 20
         for number in range(3):
             saver.save(tmp_path / str(number), _state(number), async_save=True).result(WAIT_S)
         _finish_growth(saver)
-        assert saver._engine.arena.blocks <= 20
+        assert saver._session.engine.arena.blocks <= 20
     assert _stored(tmp_path / "2") == {2.0}
 
 
 def test_close_ends_the_faulting(tmp_path: Path) -> None:
     prepared = threading.Event()
     with bcp.Checkpointer() as saver:
-        saver._engine.arena.block_size = BLOCK
-        saver._engine.arena.make_room(10_000)
-        saver._engine.grow_arena(10_000, lambda block: prepared.wait(WAIT_S) and None)
+        saver._session.engine.arena.block_size = BLOCK
+        saver._session.engine.arena.make_room(10_000)
+        saver._session.engine.grow_arena(10_000, lambda block: prepared.wait(WAIT_S) and None)
         closing = threading.Thread(target=saver.close)
         closing.start()
-        while not saver._engine._closed:
+        while not saver._session.engine._closed:
             closing.join(0.001)
         prepared.set()
         closing.join(WAIT_S)
-        assert saver._engine.arena.nbytes == 0
+        assert saver._session.engine.arena.nbytes == 0
         with pytest.raises(bcp.errors.UsageError):
             saver.save(tmp_path, _state(), async_save=True)
-    assert not any(thread.is_alive() for thread in saver._engine.io._threads)
+    assert not any(thread.is_alive() for thread in saver._session.engine.io._threads)
 
 
 def test_the_system_has_memory_for_a_few_blocks_only(
@@ -175,7 +175,7 @@ def test_the_system_has_memory_for_a_few_blocks_only(
             patched.setattr(blocks.mmap, "mmap", Scarce)
             saver.save(tmp_path, _state(3.0), async_save=True).result(WAIT_S)
             _finish_growth(saver)
-        assert saver._engine.arena.blocks == FEW
+        assert saver._session.engine.arena.blocks == FEW
     assert "cannot allocate staging memory" in caplog.text
     assert _stored(tmp_path) == {3.0}
 
@@ -186,10 +186,10 @@ def test_a_wait_for_memory_ends_before_the_writing_begins(tmp_path: Path) -> Non
         with _no_growth(saver), _held_at("save.write"):
             first = saver.save(tmp_path / "0", _state(1.0, blocks=FEW), async_save=True)
             with pytest.raises(DeadlineError, match="no staging memory"):
-                saver.save(tmp_path / "1", _state(2.0), async_save=True, deadline_s=0.01)
+                saver.save(tmp_path / "1", _state(2.0), async_save=True, options=bcp.SaveOptions(deadline_s=0.01))
         first.result(WAIT_S)
         saver.save(tmp_path / "2", _state(3.0), async_save=True).result(WAIT_S)
-        assert saver._engine.arena._acquired == 0
+        assert saver._session.engine.arena._acquired == 0
     assert not (tmp_path / "1").exists()
     assert _stored(tmp_path / "2") == {3.0}
 
@@ -218,7 +218,7 @@ def test_a_first_save_behind_a_gate(tmp_path: Path) -> None:
         for name in ("first", "second"):
             with _no_growth(saver):
                 stored = model.weight.detach().clone()
-                handle = saver.save(tmp_path / name, state, async_save=True, gate=True)
+                handle = saver.save(tmp_path / name, state, async_save=True, options=bcp.SaveOptions(gate=True))
                 assert handle.timings.pipelined == (name == "first")
                 model.weight.grad = torch.ones_like(model.weight)
                 optimizer.step()
@@ -232,12 +232,12 @@ def test_memory_is_faulted_in_after_a_resume(tmp_path: Path) -> None:
     with _saver() as saver, bcp.CheckpointManager(tmp_path, checkpointer=saver, preemption=None) as manager:
         assert manager.resume(state) is not None
         _finish_growth(saver)
-        assert saver._engine.arena.blocks == BLOCKS
+        assert saver._session.engine.arena.blocks == BLOCKS
         handle = manager.save(2, state, force=True)
         assert handle is not None
         assert not handle.timings.pipelined
         manager.wait()
-        assert saver._engine.arena.blocks == BLOCKS
+        assert saver._session.engine.arena.blocks == BLOCKS
 
 
 def test_no_memory_is_faulted_in_for_synchronous_saves(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_no_memory_is_faulted_in_for_synchronous_saves(tmp_path: Path) -> None:
             manager.resume(_state(2.0))
         bcp.load(tmp_path / "step-1", _state(2.0))
         _finish_growth(saver)
-        assert saver._engine.arena.blocks == 0
+        assert saver._session.engine.arena.blocks == 0
 
 
 def test_a_state_that_cannot_be_saved_can_be_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -263,8 +263,8 @@ def test_a_warm_up_in_the_background(tmp_path: Path) -> None:
     with _saver() as saver:
         with _no_growth(saver):
             saver.warmup(_state(1.0), wait=False)
-            assert saver._engine.arena.blocks == 0
-        assert saver._engine.arena.blocks == 2 * BLOCKS
+            assert saver._session.engine.arena.blocks == 0
+        assert saver._session.engine.arena.blocks == 2 * BLOCKS
         handle = saver.save(tmp_path, _state(3.0), async_save=True)
         assert not handle.timings.pipelined
         handle.result(WAIT_S)
@@ -281,9 +281,11 @@ def _save_whole(rank: int, world_size: int, path: str) -> list[bool]:
     state = {"model": {"weight": distribute_tensor(values, mesh, [Shard(1)])}}
     pipelined = []
     with _saver() as saver:
-        saver.warmup(state, layout="whole", slots=1 - rank, deadline_s=WAIT_S)
+        saver.warmup(state, slots=1 - rank, options=bcp.SaveOptions(layout="whole", deadline_s=WAIT_S))
         for name in ("first", "second"):
-            handle = saver.save(f"{path}/{name}", state, layout="whole", async_save=True, deadline_s=WAIT_S)
+            handle = saver.save(
+                f"{path}/{name}", state, async_save=True, options=bcp.SaveOptions(layout="whole", deadline_s=WAIT_S)
+            )
             state["model"]["weight"].to_local().add_(1)
             handle.result(WAIT_S)
             _finish_growth(saver)

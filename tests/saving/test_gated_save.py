@@ -194,7 +194,7 @@ def test_what_changes_the_state_waits_or_comes_too_late(
     expected = _memory(state)
     _backward(state)
     expected |= {name: value for name, value in _memory(state).items() if "running" in name or "tracked" in name}
-    handle = bcp.save(tmp_path, state, async_save=True, gate=True)
+    handle = bcp.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(gate=True))
     assert not handle.staged()
     assert not handle.done()
     change(state)
@@ -211,7 +211,7 @@ def test_a_load_waits(tmp_path: Path, copying: threading.Event) -> None:
     expected = _memory(state)
     with bcp.Checkpointer() as loader:
         bcp.save(tmp_path / "other", other)
-        handle = bcp.save(tmp_path / "gated", state, async_save=True, gate=True)
+        handle = bcp.save(tmp_path / "gated", state, async_save=True, options=bcp.SaveOptions(gate=True))
         loader.load(tmp_path / "other", state)
     assert handle.staged()
     handle.result(WAIT_S)
@@ -225,7 +225,7 @@ def test_a_save_through_another_checkpointer_leaves_the_gate_alone(tmp_path: Pat
     state = _state()
     expected = _memory(state)
     with bcp.Checkpointer() as other:
-        handle = bcp.save(tmp_path / "gated", state, async_save=True, gate=True)
+        handle = bcp.save(tmp_path / "gated", state, async_save=True, options=bcp.SaveOptions(gate=True))
         hooks = _hooks(state)
         other.save(tmp_path / "other", {"extra_state": {"metrics": torch.arange(3.0)}})
         assert not handle.staged()
@@ -246,7 +246,7 @@ def test_two_optimizers_wait(tmp_path: Path, copying: threading.Event, both: boo
     two = torch.optim.SGD([*layers[1].parameters(), *layers[2].parameters()], lr=0.1)
     _backward(state)
     state["optimizer"] = [one, two] if both else one
-    handle = bcp.save(tmp_path, state, async_save=True, gate=True)
+    handle = bcp.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(gate=True))
     two.step()
     assert handle.staged() == both
     one.step()
@@ -259,7 +259,7 @@ def test_the_step_of_an_unknown_optimizer_fails_the_save(tmp_path: Path, copying
     state = _state()
     stranger = torch.optim.SGD(state["model"].layers[0].parameters(), lr=0.1)
     _backward(state)
-    handle = bcp.save(tmp_path, state, async_save=True, gate=True)
+    handle = bcp.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(gate=True))
     stranger.step()
     copying.set()
     with pytest.raises(StateError, match=r"model\.layers\.0\.\w+.*: changed after save"):
@@ -287,7 +287,7 @@ def test_a_change_that_passes_by_the_gate_fails_the_save(
     state = _state()
     bcp.save(tmp_path, state, step=1)
     _backward(state)
-    handle = bcp.save(tmp_path, state, step=2, async_save=True, gate=True)
+    handle = bcp.save(tmp_path, state, step=2, async_save=True, options=bcp.SaveOptions(gate=True))
     change(state)
     if then_step:
         state["optimizer"].step()  # waits, and does not raise the failure
@@ -297,14 +297,14 @@ def test_a_change_that_passes_by_the_gate_fails_the_save(
         handle.result(WAIT_S)
     assert bcp.open(tmp_path).step == 1
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
-    bcp.save(tmp_path, state, step=3, async_save=True, gate=True).result(WAIT_S)
+    bcp.save(tmp_path, state, step=3, async_save=True, options=bcp.SaveOptions(gate=True)).result(WAIT_S)
     assert bcp.open(tmp_path).step == 3
 
 
 def test_after_staged_everything_may_change(tmp_path: Path) -> None:
     state = _state()
     expected = _memory(state)
-    handle = bcp.save(tmp_path, state, async_save=True, gate=True)
+    handle = bcp.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(gate=True))
     assert handle.wait_staged(WAIT_S)
     assert handle.staged()
     with torch.no_grad():
@@ -331,7 +331,7 @@ def test_a_failure_of_the_copy_opens_the_gate(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(staging_module, "copy_piece", fail)
     state = _state()
     _backward(state)
-    handle = bcp.save(tmp_path, state, async_save=True, gate=True)
+    handle = bcp.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(gate=True))
     early_done.set()
     before = state["model"].layers[0].weight.clone()
     state["optimizer"].step()
@@ -341,15 +341,15 @@ def test_a_failure_of_the_copy_opens_the_gate(tmp_path: Path, monkeypatch: pytes
     assert handle.staged()
     assert not list(tmp_path.rglob("*.*"))
     monkeypatch.undo()
-    bcp.save(tmp_path, state, async_save=True, gate=True).result(WAIT_S)
+    bcp.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(gate=True)).result(WAIT_S)
     assert bcp.open(tmp_path).verify().ok
 
 
 def test_two_gated_saves_in_a_row(tmp_path: Path, copying: threading.Event) -> None:
     state = _state()
     expected = _memory(state)
-    first = bcp.save(tmp_path / "0", state, async_save=True, gate=True)
-    second = bcp.save(tmp_path / "1", state, async_save=True, gate=True)
+    first = bcp.save(tmp_path / "0", state, async_save=True, options=bcp.SaveOptions(gate=True))
+    second = bcp.save(tmp_path / "1", state, async_save=True, options=bcp.SaveOptions(gate=True))
     assert first.staged(), "the second is to help, and wait"
     _backward(state)
     state["optimizer"].step()
@@ -367,7 +367,7 @@ def test_hooks_do_not_pile_up(tmp_path: Path) -> None:
         for step in range(5):
             _backward(state)
             expected = _memory(state)
-            handle = saver.save(tmp_path, state, step=step, async_save=True, gate=True)
+            handle = saver.save(tmp_path, state, step=step, async_save=True, options=bcp.SaveOptions(gate=True))
             hooks = _hooks(state)
             assert hooks == 2 + 4  # the optimizer's, and one for each module with parameters
             state["optimizer"].step()
@@ -380,7 +380,7 @@ def test_a_gate_keeps_no_state_alive(tmp_path: Path) -> None:
     state = _state()
     model, weight = weakref.ref(state["model"]), weakref.ref(state["model"].layers[0].weight)
     with bcp.Checkpointer() as saver:
-        saver.save(tmp_path, state, async_save=True, gate=True).result(WAIT_S)
+        saver.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(gate=True)).result(WAIT_S)
         state.clear()
         gc.collect()
         assert model() is None
@@ -392,7 +392,7 @@ def test_a_gate_and_too_little_memory(tmp_path: Path) -> None:
     state = _state()
     expected = _memory(state)
     with bcp.Checkpointer(memory_budget=16 << 10) as saver:
-        handle = saver.save(tmp_path, state, async_save=True, gate=True)
+        handle = saver.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(gate=True))
         assert handle.staged()
         assert _hooks(state) == 0
         _add(state)
@@ -403,13 +403,13 @@ def test_a_gate_and_too_little_memory(tmp_path: Path) -> None:
 
 def test_a_gate_is_for_asynchronous_saves(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="gate=True needs async_save=True"):
-        bcp.save(tmp_path, _state(), gate=True)
+        bcp.save(tmp_path, _state(), options=bcp.SaveOptions(gate=True))
 
 
 def test_a_forked_child_does_not_wait(tmp_path: Path, copying: threading.Event) -> None:
     state = _state()
     _backward(state)
-    handle = bcp.save(tmp_path, state, async_save=True, gate=True)
+    handle = bcp.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(gate=True))
     child = os.fork()
     if child == 0:
         state["optimizer"].step()
@@ -442,9 +442,11 @@ def _train_sharded(rank: int, world_size: int, path: str, kind: str, change: str
     backward()
     optimizer.step()
     optimizer.zero_grad()
-    bcp.save(f"{path}/plain", state, deadline_s=time_limit(30))
+    bcp.save(f"{path}/plain", state, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     with _held() as go_on:
-        handle = bcp.save(f"{path}/gated", state, async_save=True, gate=True, deadline_s=time_limit(30))
+        handle = bcp.save(
+            f"{path}/gated", state, async_save=True, options=bcp.SaveOptions(gate=True, deadline_s=time_limit(30))
+        )
         assert not handle.staged()
         backward()
         assert not handle.staged(), "forward and backward do not wait"

@@ -27,10 +27,10 @@ def _save_twice(rank: int, world_size: int, path: str) -> Any:
         lambda name, event: go_on.wait(time_limit(60)) if rank == 1 and name == "save.write" else None
     )
     with bcp.Checkpointer() as saver:
-        first = saver.save(f"{path}/0", training(1.0), async_save=True, deadline_s=_DEADLINE_S)
+        first = saver.save(f"{path}/0", training(1.0), async_save=True, options=bcp.SaveOptions(deadline_s=_DEADLINE_S))
         try:
             with mock.patch.object(SaveHandle, "result", side_effect=KeyboardInterrupt) if rank == 1 else nullcontext():
-                saver.save(f"{path}/1", training(2.0), deadline_s=_DEADLINE_S)
+                saver.save(f"{path}/1", training(2.0), options=bcp.SaveOptions(deadline_s=_DEADLINE_S))
             outcome = "saved"
         except KeyboardInterrupt:
             outcome = "interrupted"
@@ -40,7 +40,7 @@ def _save_twice(rank: int, world_size: int, path: str) -> Any:
             go_on.set()
             stop()
         first.result(_DEADLINE_S)
-        saver.save(f"{path}/2", training(3.0), deadline_s=_DEADLINE_S)
+        saver.save(f"{path}/2", training(3.0), options=bcp.SaveOptions(deadline_s=_DEADLINE_S))
     return outcome
 
 

@@ -27,7 +27,6 @@ ROUTES: dict[SaveState, list[Callable[[Lifecycle], object]]] = {
     SaveState.FAILING: [lambda save: save.fail(ERROR)],
     SaveState.COMMITTED: [Lifecycle.queue, Lifecycle.start, Lifecycle.finish_merge, lambda save: save.commit("done")],
     SaveState.FAILED: [lambda save: save.fail(ERROR), Lifecycle.end_failed],
-    SaveState.SKIPPED: [lambda save: save.skip(ERROR)],
 }
 MOVES: dict[SaveState, Callable[[Lifecycle], object]] = {
     SaveState.QUEUED: Lifecycle.queue,
@@ -36,12 +35,10 @@ MOVES: dict[SaveState, Callable[[Lifecycle], object]] = {
     SaveState.FAILING: lambda save: save.fail(ERROR),
     SaveState.COMMITTED: lambda save: save.commit("done"),
     SaveState.FAILED: Lifecycle.end_failed,
-    SaveState.SKIPPED: lambda save: save.skip(ERROR),
 }
 EDGES = {
     (SaveState.PREPARING, SaveState.QUEUED),
     (SaveState.PREPARING, SaveState.FAILING),
-    (SaveState.PREPARING, SaveState.SKIPPED),
     (SaveState.QUEUED, SaveState.MERGING),
     (SaveState.QUEUED, SaveState.FAILING),
     (SaveState.MERGING, SaveState.WRITING),
@@ -50,7 +47,7 @@ EDGES = {
     (SaveState.WRITING, SaveState.FAILING),
     (SaveState.FAILING, SaveState.FAILED),
 }
-FINAL = {SaveState.COMMITTED, SaveState.FAILED, SaveState.SKIPPED}
+FINAL = {SaveState.COMMITTED, SaveState.FAILED}
 
 
 def in_state(state: SaveState) -> Lifecycle:
@@ -105,9 +102,8 @@ def test_one_thread_owns_a_queued_save() -> None:
         assert [withdrawn] != started
 
 
-@pytest.mark.parametrize("state", [SaveState.FAILED, SaveState.SKIPPED])
-def test_result_raises_the_error(state: SaveState) -> None:
-    save = in_state(state)
+def test_result_raises_the_error() -> None:
+    save = in_state(SaveState.FAILED)
     with pytest.raises(OSError, match="disk is gone") as raised:
         save.result()
     assert raised.value is ERROR

@@ -59,14 +59,14 @@ def parts_of(path: str) -> dict[str, int]:
 def _save_all(rank: int, world_size: int, name: str, paths: dict[str, str], use_async: bool) -> None:
     state = build(name, seed=1, steps=2).state
     for layout, path in paths.items():
-        bcp.save(path, state, step=2, layout=layout, async_save=use_async, deadline_s=time_limit(60)).result(
-            time_limit(60)
-        )  # type: ignore[arg-type]
+        bcp.save(
+            path, state, step=2, async_save=use_async, options=bcp.SaveOptions(layout=layout, deadline_s=time_limit(60))
+        ).result(time_limit(60))  # type: ignore[arg-type]
 
 
 def _load(rank: int, world_size: int, name: str, path: str) -> list[str]:
     built = build(name, seed=2, steps=1)
-    bcp.load(path, built.state, deadline_s=time_limit(60))
+    bcp.load(path, built.state, options=bcp.LoadOptions(deadline_s=time_limit(60)))
     return differences(built, build(name, seed=1, steps=2))
 
 
@@ -121,7 +121,12 @@ def _save_large(
     with bcp.Checkpointer(memory_budget=budget, merge_memory=32 * MIB) as saver:
         held, pipelined = [], []
         for layout, path in paths.items():
-            handle = saver.save(path, state, layout=layout, async_save=use_async, gate=gate, deadline_s=time_limit(60))  # type: ignore[arg-type]
+            handle = saver.save(
+                path,
+                state,
+                async_save=use_async,
+                options=bcp.SaveOptions(layout=layout, gate=gate, deadline_s=time_limit(60)),
+            )  # type: ignore[arg-type]
             # What is stored is what was there at the call.
             assert handle.wait_staged(time_limit(60))
             before = {n: t._local_tensor if isinstance(t, DTensor) else t for n, t in state["model"].items()}
@@ -130,10 +135,10 @@ def _save_large(
             handle.result(time_limit(60))
             for tensor in before.values():
                 tensor.sub_(1)
-            held.append(saver._engine.merge_arena.nbytes)
+            held.append(saver._session.engine.merge_arena.nbytes)
             pipelined.append(handle.timings.pipelined)
             state = {"model": _large(rank, world_size, 1)}
-        return [held, pipelined, saver._engine.arena.nbytes]
+        return [held, pipelined, saver._session.engine.arena.nbytes]
 
 
 @pytest.mark.parametrize(
@@ -162,9 +167,13 @@ def _save_often(rank: int, world_size: int, path: str) -> tuple[list[str], list[
         saver.warmup(state)  # threads are started as they are needed
         for number in range(20):
             saver.save(
-                path, state, step=number, layout="whole", async_save=bool(number % 2), deadline_s=time_limit(60)
+                path,
+                state,
+                step=number,
+                async_save=bool(number % 2),
+                options=bcp.SaveOptions(layout="whole", deadline_s=time_limit(60)),
             ).result(time_limit(60))
-            seen.append((saver._engine.arena.nbytes, saver._engine.merge_arena.nbytes))
+            seen.append((saver._session.engine.arena.nbytes, saver._session.engine.merge_arena.nbytes))
             if number == 4:
                 before = held_now()
         return left_since(before, turns=15), seen
@@ -184,7 +193,11 @@ def _second_save(rank: int, world_size: int, paths: list[str]) -> list[dict[str,
     state = {"model": _large(rank, world_size, 1)}
     saved = []
     for layout, path in zip(("whole", "whole", "shards", "whole"), paths):
-        saved.append(dict(bcp.save(path, state, layout=layout, deadline_s=time_limit(60)).timings.nbytes))  # type: ignore[arg-type]
+        saved.append(
+            dict(
+                bcp.save(path, state, options=bcp.SaveOptions(layout=layout, deadline_s=time_limit(60))).timings.nbytes
+            )
+        )  # type: ignore[arg-type]
     return saved
 
 
@@ -201,8 +214,7 @@ def _disagree(rank: int, world_size: int, path: str) -> str:
         bcp.save(
             path,
             {"model": _large(rank, world_size, 1)},
-            layout="whole" if rank else "merged",
-            deadline_s=time_limit(30),
+            options=bcp.SaveOptions(layout="whole" if rank else "merged", deadline_s=time_limit(30)),
         )
     return str(caught.value)
 
@@ -214,7 +226,7 @@ def test_ranks_must_ask_for_the_same_layout(pool: RankPool, tmp_path: Path) -> N
 
 def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="layout must be one of shards, merged, whole, not 'flat'"):
-        bcp.save(tmp_path, {"model": {"a": torch.zeros(1)}}, layout="flat")  # type: ignore[arg-type]
+        bcp.save(tmp_path, {"model": {"a": torch.zeros(1)}}, options=bcp.SaveOptions(layout="flat"))  # type: ignore[arg-type]
 
 
 def test_too_little_merge_memory_is_refused() -> None:
@@ -233,13 +245,22 @@ def _die_in(rank: int, world_size: int, path: str, point: str, victim: int, use_
             os.kill(os.getpid(), signal.SIGKILL)
 
     state = {"model": _large(rank, world_size, 2)}
-    bcp.save(path, {"model": _large(rank, world_size, 1)}, step=1, layout="whole", deadline_s=time_limit(30))
+    bcp.save(
+        path,
+        {"model": _large(rank, world_size, 1)},
+        step=1,
+        options=bcp.SaveOptions(layout="whole", deadline_s=time_limit(30)),
+    )
     dist.barrier()
     telemetry.observe(kill)
     try:
-        bcp.save(path, state, step=2, layout="whole", async_save=use_async, deadline_s=time_limit(30)).result(
-            time_limit(60)
-        )
+        bcp.save(
+            path,
+            state,
+            step=2,
+            async_save=use_async,
+            options=bcp.SaveOptions(layout="whole", deadline_s=time_limit(30)),
+        ).result(time_limit(60))
     except BytecheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return "saved"
@@ -269,9 +290,13 @@ def _fail_in(rank: int, world_size: int, path: str, point: str, victim: int, use
     state = {"model": _large(rank, world_size, 2)}
     stop = telemetry.observe(fail)
     try:
-        bcp.save(path, state, step=2, layout="whole", async_save=use_async, deadline_s=time_limit(30)).result(
-            time_limit(60)
-        )
+        bcp.save(
+            path,
+            state,
+            step=2,
+            async_save=use_async,
+            options=bcp.SaveOptions(layout="whole", deadline_s=time_limit(30)),
+        ).result(time_limit(60))
         results = "saved"
     except BytecheckpointError as error:
         results = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -280,7 +305,7 @@ def _fail_in(rank: int, world_size: int, path: str, point: str, victim: int, use
     dist.barrier()
     left = sorted(os.listdir(path))
     dist.barrier()
-    bcp.save(path, state, step=3, layout="whole", deadline_s=time_limit(30))
+    bcp.save(path, state, step=3, options=bcp.SaveOptions(layout="whole", deadline_s=time_limit(30)))
     return [results, *left]
 
 

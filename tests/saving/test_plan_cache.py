@@ -56,12 +56,12 @@ def _same(a: Any, b: Any) -> bool:
 def _save(saver: bcp.Checkpointer, world_size: int, path: str, state: State) -> bool:
     """Save, load what was saved and compare; whether an earlier plan was used, with few enough bytes."""
     with counted_messages() as watch:
-        saver.save(path, state, deadline_s=time_limit(30))
+        saver.save(path, state, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     if not watch.has_new_plan:
         messages = world_size - 1 if "agree" in watch.received else 1
         assert watch.before_staging <= FEW_BYTES * messages, (watch.sent, watch.received)
     found = _blank(state)
-    saver.load(path, found, deadline_s=time_limit(30))
+    saver.load(path, found, options=bcp.LoadOptions(deadline_s=time_limit(30)))
     assert _same(found, state), (found, state)
     return not watch.has_new_plan
 
@@ -101,7 +101,13 @@ def _train(rank: int, world_size: int, path: str) -> tuple[list[int], list[dict[
         for step in range(3):
             state["optimizer"].step()
             with counted_messages() as watch:
-                saver.save(f"{path}/{step}", state, step=step, metadata={"tokens": step}, deadline_s=time_limit(30))
+                saver.save(
+                    f"{path}/{step}",
+                    state,
+                    step=step,
+                    metadata={"tokens": step},
+                    options=bcp.SaveOptions(deadline_s=time_limit(30)),
+                )
             exchanged.append(watch.before_staging)
             sent.append(watch.sent)
     return exchanged, sent
@@ -208,7 +214,9 @@ def _placed(rank: int, world_size: int, path: str) -> list[bool]:
         for placement in (ShardPlacement(0), ShardPlacement(1), Replicate(), ShardPlacement(0)):
             with counted_messages() as watch:
                 saver.save(
-                    path, {"model": {"w": distribute_tensor(full, mesh, [placement])}}, deadline_s=time_limit(30)
+                    path,
+                    {"model": {"w": distribute_tensor(full, mesh, [placement])}},
+                    options=bcp.SaveOptions(deadline_s=time_limit(30)),
                 )
             hits.append(not watch.has_new_plan)
             assert torch.equal(bcp.open(path)["model.w"][...], full)
@@ -262,7 +270,7 @@ def _forget(rank: int, world_size: int, path: str, which: int) -> list[bool]:
     with bcp.Checkpointer() as saver:
         hits = [_save(saver, world_size, path, _tree(rank))]
         if rank == which:
-            saver._engine.plans.clear()
+            saver._session.engine.plans.clear()
         return hits + [_save(saver, world_size, path, _tree(rank)) for _ in range(2)]
 
 
@@ -304,7 +312,12 @@ def _fail_between(rank: int, world_size: int, path: str, where: str) -> list[boo
     with bcp.Checkpointer() as saver:
         hits = [_save(saver, world_size, path, _tree(rank))]
         with pytest.raises(bcp.errors.BytecheckpointError):
-            saver.save(path, broken(), deadline_s=time_limit(30), step=rank if where == "agree" else None)
+            saver.save(
+                path,
+                broken(),
+                step=rank if where == "agree" else None,
+                options=bcp.SaveOptions(deadline_s=time_limit(30)),
+            )
         return [*hits, _save(saver, world_size, path, _tree(rank))]
 
 
@@ -316,9 +329,11 @@ def test_a_failed_save_between(rank_pool: RankPool, tmp_path: Path, where: str) 
 def _disagree(rank: int, world_size: int, path: str, known: bool) -> str:
     with bcp.Checkpointer() as saver:
         if known:
-            saver.save(f"{path}/first", _tree(rank), step=1, deadline_s=time_limit(30))
+            saver.save(f"{path}/first", _tree(rank), step=1, options=bcp.SaveOptions(deadline_s=time_limit(30)))
         with pytest.raises(bcp.errors.DisagreementError) as caught:
-            saver.save(f"{path}/second", _tree(rank), step=10 + rank, deadline_s=time_limit(30))
+            saver.save(
+                f"{path}/second", _tree(rank), step=10 + rank, options=bcp.SaveOptions(deadline_s=time_limit(30))
+            )
     return str(caught.value)
 
 
@@ -330,16 +345,16 @@ def test_a_known_plan_does_not_hide_that_ranks_disagree(rank_pool: RankPool, tmp
 
 def test_a_world_of_one(tmp_path: Path) -> None:
     with bcp.Checkpointer() as saver:
-        assert len(saver._engine.plans) == 0
+        assert len(saver._session.engine.plans) == 0
         for value in range(3):
             state = _tree(0, float(value))
             saver.save(tmp_path, state)
             found = _blank(state)
             saver.load(tmp_path, found)
             assert _same(found, state)
-        assert len(saver._engine.plans) == 1
+        assert len(saver._session.engine.plans) == 1
         saver.save(tmp_path, {"model": {"w": torch.ones(7)}})
-        assert len(saver._engine.plans) == 2
+        assert len(saver._session.engine.plans) == 2
         assert bcp.open(tmp_path).verify().ok
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sorted_arguments import loading, saving
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import NameCollisionError, StateError, StorageError, UnsupportedURLError, UsageError
 
 STATE: dict[str, Any] = {"x": {"a": torch.ones(2)}}
 BAD_IN_BOTH: list[dict[str, Any]] = [
-    {"deadline_s": value} for value in (0, -1, float("nan"), float("inf"), "a", True, None)
+    {"deadline_s": value} for value in (0, -1, float("nan"), float("inf"), "a", True)
 ] + [
     {"allow_pickle": 1}, {"framework": 5}, {"storage_options": 5}, {"include": 5}, {"include": "a"}, {"exclude": [1]},
 ]  # fmt: skip
@@ -22,12 +23,12 @@ BAD_FOR_SAVES: list[dict[str, Any]] = [
     {"chunk_size": 0}, {"chunk_size": -4}, {"chunk_size": 2.5}, {"chunk_size": 1}, {"chunk_size": 1 << 31},
     {"step": -1}, {"step": 2**63}, {"step": True}, {"step": "1"}, {"step": np.bool_(1)}, {"step": np.float64(1)},
     {"metadata": [1]}, {"metadata": 5}, {"async_save": "yes"}, {"gate": 1}, {"layout": 1}, {"layout": ["shards"]},
-    {"when_busy": "drop"}, {"trainable_only": 2},
+    {"trainable_only": 2}, {"options": 5}, {"options": {"codecs": "zstd"}},
 ]  # fmt: skip
 BAD_FOR_LOADS: list[dict[str, Any]] = [
     {"rename": "abc"}, {"rename": {1: "a"}}, {"rename": {"a": 1}}, {"device": "nothing"}, {"device": 5.5},
     {"device": "meta"}, {"verify": "no"}, {"cast": 1}, {"strict": 5}, {"strict": {"x": []}}, {"share_reads": None},
-    {"per_rank": []},
+    {"per_rank": []}, {"options": [1]}, {"options": {"verfy": True}},
 ]  # fmt: skip
 PATHS: list[Any] = ["", "a\0b", 5, None, b"bytes", "file://host/x"]
 
@@ -35,7 +36,7 @@ PATHS: list[Any] = ["", "a\0b", 5, None, b"bytes", "file://host/x"]
 @pytest.mark.parametrize("arguments", [*BAD_IN_BOTH, *BAD_FOR_SAVES], ids=str)
 def test_arguments_of_save(tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(arguments))):
-        bcp.save(tmp_path / "c", STATE, **arguments)
+        bcp.save(tmp_path / "c", STATE, **saving(**arguments))
     assert not (tmp_path / "c").exists()
 
 
@@ -44,7 +45,7 @@ def test_arguments_of_load(tmp_path: Path, arguments: dict[str, Any]) -> None:
     bcp.save(tmp_path / "c", STATE)
     tensor = torch.zeros(2)
     with pytest.raises(UsageError, match=next(iter(arguments))):
-        bcp.load(tmp_path / "c", {"x": {"a": tensor}}, **arguments)
+        bcp.load(tmp_path / "c", {"x": {"a": tensor}}, **loading(**arguments))
     assert tensor.tolist() == [0, 0]
 
 
@@ -64,11 +65,13 @@ def test_paths(path: Any) -> None:
 def test_arguments_of_open_and_latest(tmp_path: Path) -> None:
     bcp.save(tmp_path / "c", STATE)
     for call in (
-        lambda: bcp.open(tmp_path / "c", verify="no"),  # type: ignore[arg-type]
+        lambda: bcp.open(tmp_path / "c", options=bcp.LoadOptions(verify="no")),  # type: ignore[arg-type]
         lambda: bcp.open(tmp_path / "c", storage_options=[1]),  # type: ignore[arg-type]
         lambda: bcp.latest(tmp_path, allow_fresh=5),  # type: ignore[arg-type]
         lambda: bcp.open(tmp_path / "c")["x.a"].load("nothing"),
         lambda: bcp.warmup(STATE, slots=-1),
+        lambda: bcp.warmup(STATE, options={"gat": True}),
+        lambda: bcp.open(tmp_path / "c", options={"layout": "whole"}),
     ):
         with pytest.raises(UsageError):
             call()
@@ -76,7 +79,9 @@ def test_arguments_of_open_and_latest(tmp_path: Path) -> None:
 
 def test_numpy_numbers_and_upper_case_schemes(tmp_path: Path) -> None:
     path = tmp_path / "c"
-    result = bcp.save(f"FILE://{path}", STATE, step=np.int64(7), deadline_s=np.float32(60)).result()  # type: ignore[arg-type]
+    result = bcp.save(
+        f"FILE://{path}", STATE, step=np.int64(7), options=bcp.SaveOptions(deadline_s=np.float32(60))
+    ).result()  # type: ignore[arg-type]
     assert type(result.step) is int
     assert bcp.open(path).step == 7
     assert type(bcp.open(path).step) is int

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from damage import keys_of
 from generated_states import OwnFormat
 from message_watch import counted_messages
+from sorted_arguments import loading, saving
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -58,7 +59,7 @@ def _attempt(root: str, name: str, state: dict[str, Any], **options: Any) -> tup
     logger = logging.getLogger("bytecheckpoint.save.planning")
     logger.addHandler(handler)
     try:
-        bcp.save(f"{root}/{name}", state, **{**LIMIT, **options})
+        bcp.save(f"{root}/{name}", state, **saving(**{**LIMIT, **options}))
     except bcp.errors.BytecheckpointError as error:
         return type(error).__name__, str(error)
     finally:
@@ -119,7 +120,7 @@ def _rounds_of_saves(rank: int, world_size: int, root: str, kind: str) -> list[b
     planned = []
     for number in range(3):
         with counted_messages() as watch:
-            bcp.save(f"{root}/{number}", state, **LIMIT)
+            bcp.save(f"{root}/{number}", state, **saving(**LIMIT))
         planned.append(watch.has_new_plan)
     return planned[1:]
 
@@ -130,7 +131,7 @@ def test_running_statistics_may_differ(pool: RankPool, tmp_path: Path) -> None:
 
 def _save_trusted(rank: int, world_size: int, root: str) -> list[float]:
     model = _model(rank)
-    bcp.save(f"{root}/trusted", {"model": model}, replicas="trust", **LIMIT)
+    bcp.save(f"{root}/trusted", {"model": model}, **saving(replicas="trust", **LIMIT))
     return model[3].weight.flatten().tolist()
 
 
@@ -144,10 +145,10 @@ def _save_and_load_own(rank: int, world_size: int, root: str) -> bool:
     optimizer = _trained(model, rank)
     frozen = [parameter.detach().clone() for parameter in model.parameters()]
     moments = [optimizer.state[parameter]["exp_avg"].clone() for parameter in model.parameters()]
-    bcp.save(f"{root}/own", {"model": model, "optimizer": optimizer}, replicas="own", **LIMIT)
+    bcp.save(f"{root}/own", {"model": model, "optimizer": optimizer}, **saving(replicas="own", **LIMIT))
     other = _model(99)
     fresh = torch.optim.Adam(other.parameters())
-    bcp.load(f"{root}/own", {"model": other, "optimizer": fresh}, **LIMIT)
+    bcp.load(f"{root}/own", {"model": other, "optimizer": fresh}, **loading(**LIMIT))
     return all(map(torch.equal, other.parameters(), frozen)) and all(
         torch.equal(fresh.state[parameter]["exp_avg"], moment)
         for parameter, moment in zip(other.parameters(), moments, strict=True)
@@ -186,9 +187,9 @@ def _save_extra_state(rank: int, world_size: int, root: str) -> float:
     torch.manual_seed(0)
     model = Scaled(3, 3)
     model.scale = torch.tensor(float(rank))
-    bcp.save(f"{root}/extra", {"model": model}, **LIMIT)
+    bcp.save(f"{root}/extra", {"model": model}, **saving(**LIMIT))
     model.scale = torch.tensor(-1.0)
-    bcp.load(f"{root}/extra", {"model": model}, **LIMIT)
+    bcp.load(f"{root}/extra", {"model": model}, **loading(**LIMIT))
     return float(model.scale)
 
 
@@ -202,9 +203,9 @@ def _save_own_format(rank: int, world_size: int, root: str) -> list[float]:
     found = []
     for packed in (7.0, float(rank)):
         model.packed = torch.full((3,), packed)
-        bcp.save(f"{root}/own-{packed == 7}", {"model": model}, **LIMIT)
+        bcp.save(f"{root}/own-{packed == 7}", {"model": model}, **saving(**LIMIT))
         model.packed = torch.zeros(3)
-        bcp.load(f"{root}/own-{packed == 7}", {"model": model}, **LIMIT)
+        bcp.load(f"{root}/own-{packed == 7}", {"model": model}, **loading(**LIMIT))
         found += model.packed.unique().tolist()
     return found
 

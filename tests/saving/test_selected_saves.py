@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from mismatches import faults_of
 from small_training import differing, memory, training
+from sorted_arguments import saving
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -62,20 +63,20 @@ def _lora_run(seed: int, layout: str, steps: int) -> dict[str, Any]:
 
 def _save_lora(rank: int, world_size: int, base: str, path: str, layout: str) -> None:
     state = _lora_run(1, layout, 0)
-    bcp.save(base, {"model": state["model"]}, deadline_s=time_limit(30))
+    bcp.save(base, {"model": state["model"]}, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     state = _lora_run(1, layout, 2)
     for _ in range(2):  # the second save uses the cached plan
-        bcp.save(path, state, trainable_only=True, deadline_s=time_limit(30))
-    bcp.save(f"{path}-full", state, deadline_s=time_limit(30))
+        bcp.save(path, state, options=bcp.SaveOptions(trainable_only=True, deadline_s=time_limit(30)))
+    bcp.save(f"{path}-full", state, options=bcp.SaveOptions(deadline_s=time_limit(30)))
 
 
 def _resume_lora(rank: int, world_size: int, base: str, path: str, layout: str, resumed: str) -> list[str]:
     state = _lora_run(2, layout, 1)
-    bcp.load(base, {"model": state["model"]}, deadline_s=time_limit(30))
-    report = bcp.load(path, state, deadline_s=time_limit(30))
+    bcp.load(base, {"model": state["model"]}, options=bcp.LoadOptions(deadline_s=time_limit(30)))
+    report = bcp.load(path, state, options=bcp.LoadOptions(deadline_s=time_limit(30)))
     assert not report.missing
     assert not report.unexpected
-    bcp.save(resumed, state, deadline_s=time_limit(30))
+    bcp.save(resumed, state, options=bcp.SaveOptions(deadline_s=time_limit(30)))
     return report.left_out
 
 
@@ -105,7 +106,7 @@ def test_an_adapter_resumes_on_another_world_size(
 
 def test_a_load_of_an_adapter_does_not_hide_what_is_left_out(tmp_path: Path) -> None:
     state = _lora_run(1, "plain", 1)
-    bcp.save(tmp_path, state, trainable_only=True)
+    bcp.save(tmp_path, state, options=bcp.SaveOptions(trainable_only=True))
     other = _lora_run(2, "plain", 1)
     before = other["model"][0].base.weight.clone()
     report = bcp.load(tmp_path, other)
@@ -155,7 +156,7 @@ def test_frozen_tied_tensors_and_state_of_lbfgs(tmp_path: Path) -> None:
         return float(loss.detach())
 
     optimizer.step(closure)
-    bcp.save(tmp_path, {"model": model, "optimizer": optimizer}, trainable_only=True)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer}, options=bcp.SaveOptions(trainable_only=True))
     found = bcp.open(tmp_path)
     assert [name for name in found if name.startswith("model.")] == ["model.0.weight", "model.2.bias", "model.1.weight"]
     other = torch.optim.LBFGS(params, max_iter=2)
@@ -178,7 +179,7 @@ def test_frozen_tied_tensors_and_state_of_lbfgs(tmp_path: Path) -> None:
 )
 def test_a_load_leaves_unchanged_what_was_left_out(tmp_path: Path, options: dict[str, Any], left_out: set[str]) -> None:
     saved, state = training(1.0), training(9.0, steps=2)
-    bcp.save(tmp_path, saved, **options)
+    bcp.save(tmp_path, saved, **saving(**options))
     requested, before = memory(saved), memory(state)
     report = bcp.load(tmp_path, state)
     after = memory(state)
@@ -243,14 +244,14 @@ def test_names_of_a_tied_tensor_are_selected_one_by_one(tmp_path: Path) -> None:
 def test_arguments_that_select_nothing(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     bcp.save(tmp_path / "earlier", training(1.0))  # has cached a plan for this state
     with pytest.raises(UsageError, match=message):
-        bcp.save(tmp_path / "path", training(1.0), **options)
+        bcp.save(tmp_path / "path", training(1.0), **saving(**options))
     assert not (tmp_path / "path").exists()
 
 
 def test_a_model_without_gradients_is_not_an_empty_checkpoint(tmp_path: Path) -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(UsageError, match="no module of the state has a parameter that requires a gradient"):
-        bcp.save(tmp_path, {"model": model}, trainable_only=True)
+        bcp.save(tmp_path, {"model": model}, options=bcp.SaveOptions(trainable_only=True))
 
 
 def test_a_model_that_lacks_tensors_is_no_model_directory(tmp_path: Path) -> None:
@@ -261,7 +262,7 @@ def test_a_model_that_lacks_tensors_is_no_model_directory(tmp_path: Path) -> Non
         ({"trainable_only": True}, False),
         ({"exclude": ["extra_state"]}, True),
     ):
-        bcp.save(tmp_path, state, layout="whole", **options)
+        bcp.save(tmp_path, state, **saving(layout="whole", **options))
         assert (bcp.open(tmp_path).model_directory is not None) == is_model
 
 
@@ -271,7 +272,7 @@ def test_a_model_that_lacks_tensors_is_no_model_directory(tmp_path: Path) -> Non
 def _save_stage(rank: int, world_size: int, path: str, by_rank: list[dict[str, Any]]) -> Any:
     stage = {"model": {f"layer{rank}": torch.full((3,), float(rank))}, "extra_state": {"step": 1, "own": rank}}
     try:
-        bcp.save(path, stage, deadline_s=time_limit(30), **by_rank[rank])
+        bcp.save(path, stage, **saving(deadline_s=time_limit(30), **by_rank[rank]))
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
     return bcp.open(path).left_out

@@ -20,7 +20,7 @@ WAIT_S = time_limit(60)
 
 
 def _threads(saver: bcp.Checkpointer) -> set[threading.Thread]:
-    pools = (saver._engine.io, saver._engine.background, saver._engine.helpers)
+    pools = (saver._session.engine.io, saver._session.engine.background, saver._session.engine.helpers)
     return {thread for pool in pools for thread in pool._threads}
 
 
@@ -28,17 +28,17 @@ def test_the_first_save_is_like_the_second(tmp_path: Path) -> None:
     state = training(1.0)
     with bcp.Checkpointer() as saver:
         saver.warmup(state)
-        arena = saver._engine.arena
+        arena = saver._session.engine.arena
         before, threads = arena.nbytes, _threads(saver)
         assert before == 2 * arena.block_size
         assert all(block._warm == block.nbytes for block in arena._idle)
-        assert len(saver._engine.plans) == 1
+        assert len(saver._session.engine.plans) == 1
         for index in range(3):
             handle = saver.save(tmp_path / str(index), state, async_save=True)
             handle.result(WAIT_S)
         assert arena.nbytes == before
         assert _threads(saver) == threads
-        assert len(saver._engine.plans) == 1
+        assert len(saver._session.engine.plans) == 1
     loaded = training(9.0)
     bcp.load(tmp_path / "0", loaded)
     assert not differing(memory(loaded), memory(state))
@@ -57,10 +57,10 @@ def test_nothing_is_written_or_changed(tmp_path: Path, monkeypatch: pytest.Monke
 def test_no_more_memory_than_asked_or_allowed(slots: int, blocks: int) -> None:
     with bcp.Checkpointer(slots=2) as saver:
         saver.warmup(training(1.0), slots=slots)
-        assert saver._engine.arena.nbytes == blocks * saver._engine.arena.block_size
+        assert saver._session.engine.arena.nbytes == blocks * saver._session.engine.arena.block_size
     with bcp.Checkpointer(memory_budget=100 << 10) as saver:
         saver.warmup(training(1.0), slots=slots)
-        assert saver._engine.arena.nbytes <= 100 << 10
+        assert saver._session.engine.arena.nbytes <= 100 << 10
 
 
 def test_while_a_save_is_on_its_way(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_while_a_save_is_on_its_way(tmp_path: Path) -> None:
         with bcp.Checkpointer() as saver:
             handle = saver.save(tmp_path, training(1.0), async_save=True)
             saver.warmup(training(2.0))
-            assert saver._engine.arena.nbytes == 2 * saver._engine.arena.block_size
+            assert saver._session.engine.arena.nbytes == 2 * saver._session.engine.arena.block_size
             go_on.set()
             handle.result(WAIT_S)
     finally:
@@ -96,20 +96,24 @@ def test_what_cannot_be_saved_cannot_be_warmed_up() -> None:
 def _warm_and_save(rank: int, world_size: int, path: str) -> list[Any]:
     state = training(1.0, shard=True)
     with bcp.Checkpointer() as saver:
-        saver.warmup(state, deadline_s=time_limit(30))
-        planned = len(saver._engine.plans)
-        saver.save(path, state, async_save=True, deadline_s=time_limit(30)).result(time_limit(60))
+        saver.warmup(state, options=bcp.SaveOptions(deadline_s=time_limit(30)))
+        planned = len(saver._session.engine.plans)
+        saver.save(path, state, async_save=True, options=bcp.SaveOptions(deadline_s=time_limit(30))).result(
+            time_limit(60)
+        )
         loaded = training(9.0, shard=True)
-        saver.load(path, loaded, deadline_s=time_limit(30))
-        return [planned, len(saver._engine.plans), differing(memory(loaded), memory(state))]
+        saver.load(path, loaded, options=bcp.LoadOptions(deadline_s=time_limit(30)))
+        return [planned, len(saver._session.engine.plans), differing(memory(loaded), memory(state))]
 
 
 def _warm_badly(rank: int, world_size: int) -> str:
     try:
-        bcp.warmup({"extra_state": {"f": print if rank == 1 else 1}}, deadline_s=time_limit(30))
+        bcp.warmup(
+            {"extra_state": {"f": print if rank == 1 else 1}}, options=bcp.SaveOptions(deadline_s=time_limit(30))
+        )
     except bcp.errors.BytecheckpointError as error:
         results = type(error).__name__
-    bcp.warmup(training(1.0, shard=True), deadline_s=time_limit(30))
+    bcp.warmup(training(1.0, shard=True), options=bcp.SaveOptions(deadline_s=time_limit(30)))
     return results
 
 

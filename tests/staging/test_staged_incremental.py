@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from sorted_arguments import saving
 from staging_faults import failing_uploads
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint import attempts
 from bytecheckpoint.checkpoint.references import pins_of
-from bytecheckpoint.checkpointer import default_checkpointer
 from bytecheckpoint.cli import cli
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.save import incremental
+from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.transfer import staged
@@ -34,7 +35,7 @@ SIZE = 1_500_000  # several chunks, and several parts
 
 @pytest.fixture(autouse=True)
 def _no_memory_of_other_tests() -> None:
-    default_checkpointer().engine.last_commit = None
+    default_session().engine.last_commit = None
 
 
 def state(step: int) -> dict[str, Any]:
@@ -43,9 +44,9 @@ def state(step: int) -> dict[str, Any]:
     return {"model": {"base": base, "adapter": torch.full((5000,), float(step))}, "extra_state": {"step": step}}
 
 
-def check(path: Path | str, step: int, **options: Any) -> bcp.LoadReport:
+def check(path: Any, step: int) -> bcp.LoadReport:
     loaded = {"model": {"base": torch.zeros(SIZE), "adapter": torch.zeros(5000)}, "extra_state": {"step": -1}}
-    report = bcp.load(path, loaded, **options)
+    report = bcp.load(path, loaded)
     expected = state(step)
     assert loaded["extra_state"] == expected["extra_state"]
     assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in expected["model"].items())
@@ -61,11 +62,19 @@ class Places:
     def path(self, step: int) -> Path:
         return self.store / f"step-{step}"
 
+    def location(self, step: int) -> bcp.Location:
+        return bcp.Location(self.path(step), tier=bcp.Tier(self.staging))
+
     def staged(self, step: int) -> Path:
         return self.staging / "file" / str(self.store).lstrip("/") / f"step-{step}"
 
     def save(self, step: int, **options: Any) -> bcp.SaveHandle:
-        return bcp.save(self.path(step), state(step), step=step, staging=self.staging, base="auto", **options)
+        return bcp.save(
+            self.location(step),
+            state(step),
+            step=step,
+            **saving(base="auto", **options),
+        )
 
     def pins(self, step: int) -> list[str]:
         return pins_of(open_backend(self.path(step)).list_children(""))
@@ -93,7 +102,7 @@ def fail_upload(places: Places, step: int, at: str = "transfer") -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_only_what_changed_is_staged_and_uploaded(places: Places, is_async: bool, codec: str | None) -> None:
     for step in (1, 2, 3):
-        handle = places.save(step, async_save=is_async, codec=codec)
+        handle = places.save(step, async_save=is_async, options=bcp.SaveOptions(codec=codec))
         handle.uploaded(WAIT_S)
     assert nbytes(places.path(1)) > SIZE
     for step in (2, 3):
@@ -103,7 +112,7 @@ def test_only_what_changed_is_staged_and_uploaded(places: Places, is_async: bool
     for step in (1, 2, 3):
         assert bcp.open(places.path(step)).verify().ok
         check(places.path(step), step)
-        check(places.path(step), step, staging=places.staging)
+        check(places.location(step), step)
     assert len(places.pins(1)) == 2
     assert not places.pins(2)
 
@@ -128,10 +137,10 @@ def test_a_committed_checkpoint_that_is_not_uploaded_loads(places: Places) -> No
     places.save(1).uploaded(WAIT_S)
     fail_upload(places, 2)
     assert not (places.path(2) / "manifest.msgpack").exists()
-    newest = bcp.latest(places.store, staging=places.staging)
+    newest = bcp.latest(bcp.Location(places.store, tier=bcp.Tier(places.staging)))
     assert newest is not None
     assert newest.step == 2
-    check(places.path(2), 2, staging=places.staging)
+    check(places.location(2), 2)
 
 
 @pytest.mark.parametrize("at", ["transfer", "commit"])
@@ -166,7 +175,7 @@ def test_an_upload_whose_base_is_gone_is_given_up(places: Places, caplog: pytest
     assert f"is not uploaded: {places.path(2)}: another program has removed step-1" in caplog.text
     assert unfinished_uploads(str(places.staging)) == []
     assert not [path for path in places.store.rglob("*") if path.is_file()]
-    assert bcp.latest(places.store, staging=places.staging) is None
+    assert bcp.latest(bcp.Location(places.store, tier=bcp.Tier(places.staging))) is None
     assert places.save(3).result().bytes_written > SIZE
 
 
@@ -241,18 +250,25 @@ def test_a_failed_save_leaves_no_pin(places: Places) -> None:
 def test_overwritten_in_place(places: Places) -> None:
     """The checkpoint at the path is the base of the one that replaces it."""
     for step in (1, 2, 3):
-        handle = bcp.save(places.path(1), state(step), step=step, staging=places.staging, base="auto")
+        handle = bcp.save(
+            bcp.Location(places.path(1), tier=bcp.Tier(places.staging)),
+            state(step),
+            step=step,
+            options=bcp.SaveOptions(base="auto"),
+        )
         handle.uploaded(WAIT_S)
         assert (handle.result().bytes_written > SIZE) == (step == 1)
         check(places.path(1), step)
-        check(places.path(1), step, staging=places.staging)
+        check(places.location(1), step)
     remove(places.path(1))
     assert not [path for path in places.store.rglob("*") if path.is_file()]
 
 
 def test_retention_in_both_tiers(places: Places) -> None:
     """The store keeps the files of removed checkpoints that others need, and the folder only the newest checkpoint."""
-    with bcp.CheckpointManager(places.store, keep=2, base="auto", staging=places.staging) as manager:
+    with bcp.CheckpointManager(
+        bcp.Location(places.store, tier=bcp.Tier(places.staging)), keep=2, save=bcp.SaveOptions(base="auto")
+    ) as manager:
         for step in range(1, 6):
             manager.save(step, state(step), force=True)
             manager.wait()
@@ -261,24 +277,28 @@ def test_retention_in_both_tiers(places: Places) -> None:
     assert [child.name for child in places.staged(1).parent.iterdir()] == ["step-5"]
     for step in (4, 5):
         check(places.path(step), step)
-        check(places.path(step), step, staging=places.staging)
+        check(places.location(step), step)
 
 
 def leave_an_upload(places: Places) -> None:
     """A job saves steps 1 and 2, and cannot upload step 2."""
-    with bcp.CheckpointManager(places.store, keep=1, base="auto", staging=places.staging) as manager:
+    with bcp.CheckpointManager(
+        bcp.Location(places.store, tier=bcp.Tier(places.staging)), keep=1, save=bcp.SaveOptions(base="auto")
+    ) as manager:
         manager.save(1, state(1), force=True)
         manager.wait()
         with failing_uploads("transfer"):
             manager.save(2, state(2), force=True)
             with pytest.raises(StorageError, match="the store is broken"):
                 manager.wait()
-    default_checkpointer().engine.last_commit = None
+    default_session().engine.last_commit = None
 
 
 def test_the_next_job_continues_the_upload(places: Places) -> None:
     leave_an_upload(places)
-    with bcp.CheckpointManager(places.store, keep=1, base="auto", staging=places.staging) as manager:
+    with bcp.CheckpointManager(
+        bcp.Location(places.store, tier=bcp.Tier(places.staging)), keep=1, save=bcp.SaveOptions(base="auto")
+    ) as manager:
         resumed = {"model": {"base": torch.zeros(SIZE), "adapter": torch.zeros(5000)}, "extra_state": {"step": -1}}
         assert manager.resume(resumed) is not None
         assert resumed["extra_state"]["step"] == 2
@@ -318,8 +338,9 @@ def test_another_job_cleans_up_before_the_upload_is_continued(
 
 @pytest.mark.s3
 def test_on_s3(tmp_path: Path, bucket: str, s3: dict[str, Any]) -> None:
-    runs, options = f"s3://{bucket}/runs", {"staging": tmp_path, "storage_options": s3}
-    with bcp.CheckpointManager(runs, keep=2, base="auto", staging=tmp_path, storage_options=s3) as manager:
+    runs = f"s3://{bucket}/runs"
+    root = bcp.Location(runs, tier=bcp.Tier(tmp_path), storage_options=s3)
+    with bcp.CheckpointManager(root, keep=2, save=bcp.SaveOptions(base="auto")) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step), force=True)
             manager.wait()
@@ -327,5 +348,5 @@ def test_on_s3(tmp_path: Path, bucket: str, s3: dict[str, Any]) -> None:
     assert sum(stored.values()) < 1.1 * 4 * SIZE
     assert "step-1/manifest.msgpack" not in stored
     for step in (2, 3):
-        check(f"{runs}/step-{step}", step, storage_options=s3)
-        check(f"{runs}/step-{step}", step, **options)
+        check(bcp.Location(f"{runs}/step-{step}", storage_options=s3), step)
+        check(root.join(f"step-{step}"), step)

@@ -14,13 +14,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from sorted_arguments import managing
 from staging_faults import opens_silent_store
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
-from bytecheckpoint.checkpoint import nearest
 from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt_id
 from bytecheckpoint.convert.copy import finish_upload, unfinished_uploads
 from bytecheckpoint.errors import BytecheckpointError, StorageError
@@ -67,9 +67,10 @@ def _folder(root: str, rank: int, name: str) -> Path:
     return Path(f"{_machine(root, rank)}/file{_store(root)}/{name}")
 
 
-def _manager(root: str, rank: int, **options: Any) -> bcp.CheckpointManager:
+def _manager(root: str, rank: int, staged: int = 1, **options: Any) -> bcp.CheckpointManager:
     options = {"deadline_s": DEADLINE_S, "coordinate_every_s": 0.05, "lease_s": 2.0, "cadence": 1, **options}
-    return bcp.CheckpointManager(_store(root), staging=_machine(root, rank), **options)
+    tier = bcp.Tier(_machine(root, rank), keep=staged)
+    return bcp.CheckpointManager(bcp.Location(_store(root), tier=tier), **managing(**options))
 
 
 def _fail_uploads_on(bad: int | None, rank: int, at: str = "transfer") -> Any:
@@ -83,7 +84,11 @@ def _fail_uploads_on(bad: int | None, rank: int, at: str = "transfer") -> Any:
 def _save(rank: int, world_size: int, root: str, name: str, value: float, bad: int | None) -> str:
     stop = _fail_uploads_on(bad, rank)
     try:
-        handle = bcp.save(f"{_store(root)}/{name}", _state(value), staging=_machine(root, rank), deadline_s=DEADLINE_S)
+        handle = bcp.save(
+            bcp.Location(f"{_store(root)}/{name}", tier=bcp.Tier(_machine(root, rank))),
+            _state(value),
+            options=bcp.SaveOptions(deadline_s=DEADLINE_S),
+        )
         try:
             handle.uploaded(WAIT_S)
         except BytecheckpointError as error:
@@ -95,7 +100,11 @@ def _save(rank: int, world_size: int, root: str, name: str, value: float, bad: i
 
 def _load(rank: int, world_size: int, root: str, name: str) -> tuple[float, list[str]]:
     state = _state(-1.0)
-    report = bcp.load(f"{_store(root)}/{name}", state, staging=_machine(root, rank), deadline_s=DEADLINE_S)
+    report = bcp.load(
+        bcp.Location(f"{_store(root)}/{name}", tier=bcp.Tier(_machine(root, rank))),
+        state,
+        options=bcp.LoadOptions(deadline_s=DEADLINE_S),
+    )
     return _value(state), report.notes
 
 
@@ -120,8 +129,9 @@ def test_each_machine_holds_its_own_files(pool: RankPool, tmp_path: Path) -> Non
 def _load_replicas(rank: int, world_size: int, root: str) -> tuple[bool, list[str]]:
     """Load what every rank needs completely, and which is read once for all."""
     state = {"model": nn.Linear(500, 700)}
-    options = {"staging": _machine(root, 0), "share_reads": "always", "deadline_s": DEADLINE_S}
-    report = bcp.load(f"{_store(root)}/step-1", state, **options)
+    options = {"share_reads": "always", "deadline_s": DEADLINE_S}
+    location = bcp.Location(f"{_store(root)}/step-1", tier=bcp.Tier(_machine(root, 0)))
+    report = bcp.load(location, state, options=options)
     return bool((state["model"].weight == 3.0).all()) and report.bytes_received > 0, report.notes
 
 
@@ -129,7 +139,9 @@ def test_damage_where_ranks_share_reads(pool: RankPool, tmp_path: Path) -> None:
     root = str(tmp_path)
     model = nn.Linear(500, 700)
     nn.init.constant_(model.weight, 3.0)
-    bcp.save(f"{_store(root)}/step-1", {"model": model}, staging=_machine(root, 0)).uploaded(WAIT_S)
+    bcp.save(bcp.Location(f"{_store(root)}/step-1", tier=bcp.Tier(_machine(root, 0))), {"model": model}).uploaded(
+        WAIT_S
+    )
     [path] = _folder(root, 0, "step-1").rglob("model-*.safetensors")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -154,7 +166,11 @@ def _save_behind_a_backlog(rank: int, world_size: int, root: str, slow: int) -> 
     stop = telemetry.observe(observe)
     try:
         path = f"{_store(root)}/step-1"
-        handle = bcp.save(path, _state(1.0), staging=_machine(root, rank), deadline_s=deadline_s)
+        handle = bcp.save(
+            bcp.Location(path, tier=bcp.Tier(_machine(root, rank))),
+            _state(1.0),
+            options=bcp.SaveOptions(deadline_s=deadline_s),
+        )
         handle.uploaded(WAIT_S)
         return os.path.exists(f"{path}/manifest.msgpack")
     finally:
@@ -224,9 +240,12 @@ def test_one_rank_cannot_upload(pool: RankPool, tmp_path: Path, bad: int) -> Non
         assert len(unfinished_uploads(_machine(root, rank))) == (not is_complete)
         if is_complete:
             break
-        found = bcp.latest(_store(root), staging=_machine(root, rank), allow_fresh=True)
+        found = bcp.latest(bcp.Location(_store(root), tier=bcp.Tier(_machine(root, rank))), allow_fresh=True)
         assert found is None  # of the files of several machines, no load finds all
-        assert bcp.open(f"{_store(root)}/step-1", staging=_machine(root, rank)).manifest.world_size == WORLD
+        assert (
+            bcp.open(bcp.Location(f"{_store(root)}/step-1", tier=bcp.Tier(_machine(root, rank)))).manifest.world_size
+            == WORLD
+        )
     assert bcp.open(f"{_store(root)}/step-1").verify().ok
     for rank in range(WORLD):
         for upload in unfinished_uploads(_machine(root, rank)):
@@ -241,10 +260,12 @@ def test_one_rank_cannot_upload(pool: RankPool, tmp_path: Path, bad: int) -> Non
 def _find_where_the_store_is_silent(rank: int, world_size: int, root: str, what: str) -> list[float]:
     """Save, let the store not answer any more, and return the deadlines with which this rank then asks it."""
     limits: list[float] = []
-    with bcp.CheckpointManager(_store(root), staging=os.path.join(root, "shared"), preemption=None) as manager:
+    with bcp.CheckpointManager(
+        bcp.Location(_store(root), tier=bcp.Tier(os.path.join(root, "shared"))), preemption=None
+    ) as manager:
         manager.save(1, {"extra_state": {"value": 1.0}}, force=True, metrics={"loss": 1.0})
         manager.wait()
-        with mock.patch.object(nearest, "open_backend", opens_silent_store(_store(root), limits)):
+        with mock.patch.object(bcp.checkpoint.location, "open_backend", opens_silent_store(_store(root), limits)):
             found = manager.latest() if what == "latest" else manager.best("loss", "min")
         assert found is not None
         assert found.step == 1
@@ -273,7 +294,7 @@ def _train(
     """Resume, train some steps, and return the value that the state had after the resume."""
     stop = _fail_uploads_on(bad, rank)
     try:
-        with _manager(root, rank, keep=keep, keep_staged=staged, base=base) as manager:
+        with _manager(root, rank, staged, keep=keep, base=base) as manager:
             state = _state(-1.0)
             found = manager.resume(state, allow_fresh=True)
             for step in range(first, last + 1):

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from sorted_arguments import loading, saving
 from staging_faults import failing_uploads, opens_silent_store
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
-from bytecheckpoint.checkpoint import attempts, nearest
+from bytecheckpoint.checkpoint import attempts
 from bytecheckpoint.checkpoint.attempts import remove_attempt
 from bytecheckpoint.checkpoint.nearest import open_staging
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
@@ -62,6 +63,10 @@ class Places:
     def __init__(self, tmp_path: Path) -> None:
         self.store, self.staging = tmp_path / "store", tmp_path / "staging"
 
+    @property
+    def root(self) -> bcp.Location:
+        return bcp.Location(self.store, tier=bcp.Tier(self.staging))
+
     def path(self, name: str = "step-1") -> Path:
         return self.store / name
 
@@ -69,11 +74,11 @@ class Places:
         return self.staging / "file" / str(self.store).lstrip("/") / name
 
     def save(self, value: float, name: str = "step-1", **options: Any) -> bcp.SaveHandle:
-        return bcp.save(self.path(name), state(value), staging=self.staging, **options)
+        return bcp.save(self.root.join(name), state(value), **saving(**options))
 
     def load(self, name: str = "step-1", **options: Any) -> tuple[dict[str, Any], bcp.LoadReport]:
         loaded = empty()
-        return loaded, bcp.load(self.path(name), loaded, staging=self.staging, **options)
+        return loaded, bcp.load(self.root.join(name), loaded, **loading(**options))
 
 
 @pytest.fixture
@@ -129,31 +134,22 @@ def test_a_save_is_in_both_places(places: Places, is_async: bool) -> None:
     assert list(find_journals(str(places.staging))) == []
 
 
-def test_the_caller_chooses_what_result_waits_for(places: Places) -> None:
+def test_the_result_is_that_of_the_first_commit(places: Places) -> None:
     with held_uploads():
-        handle = places.save(1.0, async_save=True, wait_for="path")
-        result = handle.committed(WAIT_S)
+        handle = places.save(1.0, async_save=True)
+        result = handle.result(WAIT_S)
         assert handle.done()
         assert handle.exception() is None
         assert handle.staged()
         with pytest.raises(SavePendingError):
-            handle.result(0.0)
+            handle.uploaded(0.0)
         assert not (places.path() / "manifest.msgpack").exists()
-    assert handle.result(WAIT_S) == result
+    assert handle.uploaded(WAIT_S) == result
     assert bcp.open(places.path()).verify().ok
 
 
-def test_a_call_that_waits_for_the_path_raises_why_the_upload_failed(places: Places) -> None:
-    with failing_uploads(), pytest.raises(StorageError, match="the store is broken"):
-        places.save(1.0, wait_for="path")
-    check(places.load()[0], 1.0)
-    finish_upload(*unfinished_uploads(str(places.staging)))
-    assert places.save(2.0, "step-2", wait_for="path").is_uploaded()
-
-
 def test_a_manager_warns_when_uploads_are_slower_than_saves(places: Places, caplog: pytest.LogCaptureFixture) -> None:
-    options: dict[str, Any] = {"staging": places.staging, "preemption": None}
-    with bcp.CheckpointManager(places.store, **options) as manager, held_uploads():
+    with bcp.CheckpointManager(places.root, preemption=None) as manager, held_uploads():
         counts = []
         for step in range(1, 9):
             manager.save(step, state(1.0), force=True)
@@ -164,11 +160,10 @@ def test_a_manager_warns_when_uploads_are_slower_than_saves(places: Places, capl
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_manager_does_not_wait_for_the_path(places: Places, is_async: bool) -> None:
     """Only the handles do."""
-    options: dict[str, Any] = {"staging": places.staging, "preemption": None, "async_save": is_async}
-    with failing_uploads(), bcp.CheckpointManager(places.store, wait_for="path", **options) as manager:
+    with failing_uploads(), bcp.CheckpointManager(places.root, preemption=None, async_save=is_async) as manager:
         handle = manager.save(1, state(1.0), force=True)
         assert handle is not None
-        handle.committed(WAIT_S)
+        handle.result(WAIT_S)
         with pytest.raises(StorageError, match="the store is broken"):
             handle.uploaded(WAIT_S)
         manager.save(2, state(2.0), force=True)
@@ -177,7 +172,7 @@ def test_a_manager_does_not_wait_for_the_path(places: Places, is_async: bool) ->
 
 
 def test_a_manager_reports_an_upload_that_failed_before_others_succeeded(places: Places) -> None:
-    with bcp.CheckpointManager(places.store, staging=places.staging, preemption=None) as manager:
+    with bcp.CheckpointManager(places.root, preemption=None) as manager:
         with failing_uploads():
             failed = manager.save(1, state(1.0), force=True)
             assert failed is not None
@@ -223,7 +218,7 @@ def test_what_is_not_near_is_read_from_the_store(places: Places, verify: bool) -
     places.save(1.0).uploaded(WAIT_S)
     for path in places.staged().rglob("model-*"):
         path.unlink()
-    loaded, report = places.load(verify=verify)
+    loaded, report = places.load(options=bcp.LoadOptions(verify=verify))
     check(loaded, 1.0)
     assert [note for note in report.notes if "were read from the store" in note]
 
@@ -313,10 +308,10 @@ def test_a_disk_that_cannot_read_the_copy(places: Places, monkeypatch: pytest.Mo
 def test_damage_to_an_older_checkpoint_is_not_blamed_on_the_copy(
     places: Places, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bcp.save(places.path(), state(1.0), base="auto")
+    bcp.save(places.path(), state(1.0), options=bcp.SaveOptions(base="auto"))
     changed = state(1.0)
     changed["model"]["bias"][0] = 7
-    bcp.save(places.path("step-2"), changed, base="auto")
+    bcp.save(places.path("step-2"), changed, options=bcp.SaveOptions(base="auto"))
     assert bcp.open(places.path("step-2")).manifest.references.name
     path = max(places.path().rglob("model-*"), key=lambda path: path.stat().st_size)
     data = bytearray(path.read_bytes())
@@ -359,7 +354,7 @@ def test_a_job_begins_while_an_upload_of_an_ended_job_is_continued(
     try:
         with (
             pytest.raises(StorageError, match="the store is broken"),
-            bcp.CheckpointManager(places.store, staging=places.staging, preemption=None) as manager,
+            bcp.CheckpointManager(places.root, preemption=None) as manager,
         ):
             manager.save(1, state(1.0), force=True)
     finally:
@@ -495,7 +490,7 @@ def test_a_checkpoint_that_was_removed_in_the_store_is_not_loaded(places: Places
     places.save(1.0).uploaded(WAIT_S)
     places.save(2.0, "step-2").uploaded(WAIT_S)
     remove(str(places.path("step-2")))
-    newest = bcp.latest(places.store, staging=places.staging)
+    newest = bcp.latest(places.root)
     assert newest is not None
     assert newest.url == str(places.path("step-1"))
     with pytest.raises(CheckpointNotFoundError):
@@ -506,7 +501,7 @@ def test_latest_finds_what_is_not_uploaded(places: Places) -> None:
     places.save(1.0).uploaded(WAIT_S)
     with held_uploads():
         last = places.save(2.0, "step-2")
-        newest = bcp.latest(places.store, staging=places.staging)
+        newest = bcp.latest(places.root)
         assert newest is not None
         assert newest.url == str(places.path("step-2"))
         assert torch.equal(newest["model.weight"].load(), state(2.0)["model"]["weight"])
@@ -525,7 +520,7 @@ def test_a_store_that_cannot_be_read(places: Places, monkeypatch: pytest.MonkeyP
             raise StorageError("no connection")
 
     monkeypatch.setattr(
-        "bytecheckpoint.checkpoint.nearest.open_backend",
+        "bytecheckpoint.checkpoint.location.open_backend",
         lambda path, **options: Broken(open_backend(path)) if os.fspath(path) == url else open_backend(path),
     )
     check(places.load()[0], 1.0)
@@ -535,21 +530,17 @@ def test_a_store_that_cannot_be_read(places: Places, monkeypatch: pytest.MonkeyP
 def test_a_store_that_does_not_answer_is_waited_for_once(
     places: Places, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    with bcp.CheckpointManager(places.store, cadence=1, staging=places.staging, preemption=None) as manager:
+    with bcp.CheckpointManager(places.root, cadence=1, preemption=None) as manager:
         manager.save(1, state(1.0), metrics={"loss": 1.0})
     limits: list[float] = []
-    monkeypatch.setattr(nearest, "open_backend", opens_silent_store(str(places.store), limits))
-    with bcp.CheckpointManager(places.store, staging=places.staging, preemption=None, deadline_s=600) as manager:
+    with bcp.CheckpointManager(places.root, preemption=None, job=bcp.JobOptions(deadline_s=600)) as manager:
+        monkeypatch.setattr(bcp.checkpoint.location, "open_backend", opens_silent_store(str(places.store), limits))
         if what == "resume":
             loaded = empty()
             manager.resume(loaded)
             check(loaded, 1.0)
         else:
-            newest = (
-                bcp.latest(places.store, staging=places.staging, deadline_s=600)
-                if what == "latest"
-                else manager.best("loss", "min")
-            )
+            newest = bcp.latest(places.root, deadline_s=600) if what == "latest" else manager.best("loss", "min")
             assert newest is not None
             assert newest.url == str(places.path())
     first, *others = limits
@@ -562,18 +553,20 @@ def test_the_rate_is_limited(places: Places, monkeypatch: pytest.MonkeyPatch) ->
     """Six parts, of which the first is sent at once."""
     monkeypatch.setattr(base._PiecewiseWriter, "part_bytes", 1 << 20)
     begun = time.monotonic()
-    places.save(1.0, upload_rate=10 << 20).uploaded(WAIT_S)
+    location = bcp.Location(places.path(), tier=bcp.Tier(places.staging, upload_rate=10 << 20))
+    bcp.save(location, state(1.0)).uploaded(WAIT_S)
     assert time.monotonic() - begun > 0.5
 
 
 @pytest.mark.parametrize("how", ["signal", "exception"])
 def test_uploads_do_not_outlast_the_grace_period(places: Places, how: str) -> None:
     """An upload that would take weeks. The next job makes it."""
-    options: dict[str, Any] = {"staging": places.staging, "preemption": bcp.Preemption(grace_s=1.0)}
+    preemption = bcp.Preemption(grace_s=1.0)
     handles = []
 
     def train() -> None:
-        with bcp.CheckpointManager(places.store, upload_rate=1.0, **options) as manager:
+        root = bcp.Location(places.store, tier=bcp.Tier(places.staging, upload_rate=1.0))
+        with bcp.CheckpointManager(root, preemption=preemption) as manager:
             handles.append(manager.save(1, state(1.0), force=True))
             if how == "signal":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -585,7 +578,7 @@ def test_uploads_do_not_outlast_the_grace_period(places: Places, how: str) -> No
     assert handles[0].is_uploaded()
     assert not (places.path() / "manifest.msgpack").exists()
     check(places.load()[0], 1.0)
-    with bcp.CheckpointManager(places.store, **options) as manager:
+    with bcp.CheckpointManager(places.root, preemption=preemption) as manager:
         manager.resume(loaded := empty())
     check(loaded, 2.0 if how == "signal" else 1.0)
     assert bcp.open(places.path()).verify().ok
@@ -593,18 +586,16 @@ def test_uploads_do_not_outlast_the_grace_period(places: Places, how: str) -> No
 
 
 def test_invalid_arguments(places: Places) -> None:
-    with pytest.raises(UsageError, match="upload_rate needs staging"):
-        bcp.save(places.path(), state(1.0), upload_rate=1e6)
-    with pytest.raises(UsageError, match="upload_rate must be a positive number"):
-        places.save(1.0, upload_rate=-1)
-    with pytest.raises(UsageError, match="wait_for needs staging"):
-        bcp.save(places.path(), state(1.0), wait_for="path")
-    with pytest.raises(UsageError, match="wait_for"):
-        places.save(1.0, wait_for="store")
-    with pytest.raises(UsageError, match="staging must be a local folder"):
-        bcp.save(places.path(), state(1.0), staging="memory://x")
-    with pytest.raises(UsageError, match="staging must be a path"):
-        bcp.save(places.path(), state(1.0), staging=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"Tier.upload_rate must be a positive number"):
+        bcp.Tier(places.staging, upload_rate=-1)
+    with pytest.raises(UsageError, match=r"Tier.keep must be a whole number"):
+        bcp.Tier(places.staging, keep=0)
+    with pytest.raises(UsageError, match=r"Tier.path must be a path"):
+        bcp.Tier(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"Location.tier must be a bytecheckpoint.Tier"):
+        bcp.Location(places.store, tier=str(places.staging))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="tier must be a local folder"):
+        bcp.save(bcp.Location(places.path(), tier=bcp.Tier("memory://x")), state(1.0))
     assert not places.store.exists()
     assert not places.staging.exists()
 

@@ -490,9 +490,9 @@ def test_saving_changes_nothing(steps: int, tmp_path: Path) -> None:
 
 def test_framework_selects_an_adapter(tmp_path: Path) -> None:
     for name in ("module", "torch", "ddp", "fsdp2"):
-        bcp.save(tmp_path / name, {"model": Net(2.0), "extra_state": {"n": 1}}, framework=name)
+        bcp.save(tmp_path / name, {"model": Net(2.0), "extra_state": {"n": 1}}, options=bcp.SaveOptions(framework=name))
         target = Net()
-        bcp.load(tmp_path / name, {"model": target}, framework=name)
+        bcp.load(tmp_path / name, {"model": target}, options=bcp.LoadOptions(framework=name))
         assert values_of(target) == {2.0}
 
 
@@ -501,9 +501,9 @@ def test_a_wrong_or_unknown_framework_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(
         errors.UnknownObjectError, match=r"framework='megatron2' names no adapter; the known ones are: .*fsdp1"
     ):
-        bcp.save(path, {"model": Net()}, framework="megatron2")
+        bcp.save(path, {"model": Net()}, options=bcp.SaveOptions(framework="megatron2"))
     with pytest.raises(errors.UnknownObjectError, match=r"'model'.*Net is not supported by framework='fsdp1'"):
-        bcp.save(path, {"model": Net()}, framework="fsdp1")
+        bcp.save(path, {"model": Net()}, options=bcp.SaveOptions(framework="fsdp1"))
     with pytest.raises(errors.UnknownObjectError, match=r"no adapter supports .*register_adapter"):
         bcp.save(path, {"model": Net(), "thing": object()})
     assert not path.exists()
@@ -554,7 +554,7 @@ def test_a_registered_adapter(framework: str | None, tmp_path: Path) -> None:
     assert len(checkpoint["grid.matrix"].shards) == 4
     target, model = Grid(4, 0.0), Net()
     rows = list(target.rows)
-    bcp.load(tmp_path / "checkpoint", {"grid": target}, framework=framework)
+    bcp.load(tmp_path / "checkpoint", {"grid": target}, options=bcp.LoadOptions(framework=framework))
     assert target.label == "grid of 2.0"
     assert [row.tolist() for row in rows] == [[value] * 3 for value in (2.0, 3.0, 4.0, 5.0)]
     bcp.load(tmp_path / "checkpoint", {"grid": target, "model": model})

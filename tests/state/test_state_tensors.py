@@ -52,7 +52,7 @@ def test_every_type(name: str, tmp_path: Path) -> None:
     whole = filled(name, 4, 6)
     tree = {"whole": whole, "turned": whole.t(), "part": whole[1:3, ::2], "element": whole[2, 3], "none": whole[:0]}
     reference = {key: bits(tensor) for key, tensor in tree.items()}
-    bcp.save(tmp_path / "checkpoint", {"extra_state": tree}, chunk_size=64)
+    bcp.save(tmp_path / "checkpoint", {"extra_state": tree}, options=bcp.SaveOptions(chunk_size=64))
 
     checkpoint = bcp.open(tmp_path / "checkpoint")
     assert {key: bits(checkpoint[f"extra_state.{key}"].load()) for key in tree} == reference

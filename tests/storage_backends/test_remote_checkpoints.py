@@ -60,7 +60,7 @@ def test_ranks_save_to_s3_and_one_process_loads(rank_pool: RankPool, bucket: str
 def test_a_manager_on_s3(bucket: str, s3: dict[str, Any]) -> None:
     root = f"s3://{bucket}/managed"
     state = {"model": _model(0.0), "extra_state": {"value": 0.0}}
-    with bcp.CheckpointManager(root, cadence=1, keep=2, lease_s=9.0, storage_options=s3) as manager:
+    with bcp.CheckpointManager(root, cadence=1, keep=2, storage_options=s3, job=bcp.JobOptions(lease_s=9.0)) as manager:
         assert manager.resume(state) is None
         for step in range(1, 5):
             manager.save(step, {"model": _model(float(step)), "extra_state": {"value": float(step)}})
@@ -83,7 +83,9 @@ def test_encoded_tensors_on_s3(bucket: str, s3: dict[str, Any], is_async: bool) 
     """In several parts, of which the last is shorter than the size before encoding says."""
     path, generator = f"s3://{bucket}/encoded-{is_async}", torch.Generator().manual_seed(0)
     state = {"w": torch.randn(11_000_003, generator=generator), "n": torch.arange(100_000)}
-    bcp.save(path, {"s": state}, codec="zstd-planes", async_save=is_async, storage_options=s3).result(time_limit(60))
+    bcp.save(
+        path, {"s": state}, async_save=is_async, storage_options=s3, options=bcp.SaveOptions(codec="zstd-planes")
+    ).result(time_limit(60))
     checkpoint = bcp.open(path, storage_options=s3)
     assert checkpoint.manifest.file_bytes < 0.87 * checkpoint.manifest.nbytes
     assert {stat.key for stat in checkpoint.backend.list()} == {"manifest.msgpack", *checkpoint.manifest.files.name}

@@ -20,7 +20,8 @@ import pytest
 
 pytest.importorskip("s3fs")
 
-from bytecheckpoint.checkpoint.nearest import open_nearest, with_staging
+from bytecheckpoint.checkpoint.location import Location, Tier
+from bytecheckpoint.checkpoint.nearest import open_nearest
 from bytecheckpoint.errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.s3 import backend as s3_backend
@@ -48,7 +49,8 @@ def test_the_endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for options in ({"endpoint_url": "http://a:1"}, {"client_kwargs": {"endpoint_url": "http://a:1"}}):
         for backend in (store := open_backend("s3://bucket/x", **keys, **options), FaultyBackend(store)):
             assert backend.endpoint() == "http://a:1"
-        nearest = open_nearest("s3://bucket/x", with_staging({**keys, **options}, tmp_path))
+        location = Location("s3://bucket/x", tier=Tier(tmp_path), storage_options={**keys, **options})
+        nearest = open_nearest(location)
         assert nearest.endpoint() == "http://a:1"
     assert "secret" not in open_backend("s3://bucket", **keys, endpoint_url="http://user:secret@a:1").endpoint()
     for region in ("us-east-1", "eu-west-1"):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from click.testing import CliRunner
 
 pytest.importorskip("s3fs")
 
+from sorted_arguments import saving
+
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
-from bytecheckpoint.checkpointer import default_checkpointer
 from bytecheckpoint.cli import cli
 from bytecheckpoint.convert.reshard import reshard
 from bytecheckpoint.errors import BytecheckpointError, CheckpointNotFoundError, StorageError
+from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.s3 import writers
 from bytecheckpoint.testing import time_limit
@@ -58,11 +61,17 @@ class Faults:
         return time_limit(_DEADLINE_S)
 
     def save(self) -> object:
-        return bcp.save(self.url, _state(2), step=2, storage_options=self.options, deadline_s=self.deadline_s)
+        return bcp.save(
+            self.url,
+            _state(2),
+            step=2,
+            storage_options=self.options,
+            options=bcp.SaveOptions(deadline_s=self.deadline_s),
+        )
 
     def load(self) -> object:
         state = _state(0)
-        bcp.load(self.url, state, storage_options=self.options, deadline_s=self.deadline_s)
+        bcp.load(self.url, state, storage_options=self.options, options=bcp.LoadOptions(deadline_s=self.deadline_s))
         assert torch.equal(state["model"]["w"], _state(1)["model"]["w"])
         return state
 
@@ -275,7 +284,7 @@ def test_a_load(faults: Faults, case: str) -> None:
 
 def test_one_wrong_byte_of_encoded_tensors(faults: Faults) -> None:
     url = faults.url + "-encoded"
-    bcp.save(url, _state(1), codec="zstd", storage_options=faults.direct)
+    bcp.save(url, _state(1), storage_options=faults.direct, options=bcp.SaveOptions(codec="zstd"))
     faults.proxy.rule = _once(_data("flip"))
     state = _state(0)
     bcp.load(url, state, storage_options=faults.options)
@@ -292,9 +301,11 @@ def test_one_wrong_byte_of_a_checkpoint_that_is_rewritten(faults: Faults, tmp_pa
 @pytest.mark.parametrize("what", ["stall", "hang"])
 def test_a_load_of_encoded_tensors(faults: Faults, what: str) -> None:
     url = faults.url + "-encoded"
-    bcp.save(url, _state(1), codec="zstd", storage_options=faults.direct)
+    bcp.save(url, _state(1), storage_options=faults.direct, options=bcp.SaveOptions(codec="zstd"))
     faults.proxy.rule = _data(what)
-    call = lambda: bcp.load(url, _state(0), storage_options=faults.options, deadline_s=faults.deadline_s)  # noqa: E731
+    call = partial(
+        bcp.load, url, _state(0), storage_options=faults.options, options=bcp.LoadOptions(deadline_s=faults.deadline_s)
+    )
     assert "did not answer" in faults.run(call)
     assert "head" not in faults.proxy.kinds
 
@@ -314,8 +325,12 @@ def test_a_wrong_address(faults: Faults, monkeypatch: pytest.MonkeyPatch, case: 
         options = {"endpoint_url": options["endpoint_url"]}
     expected = {"closed port": "127.0.0.1:1", "no such bucket": "bucket", "no credentials": "no credentials were found"}
     calls: list[Callable[[], object]] = [
-        lambda: bcp.save(url, _state(2), storage_options=options, deadline_s=faults.deadline_s),
-        lambda: bcp.load(url, _state(0), storage_options=options, deadline_s=faults.deadline_s),
+        lambda: bcp.save(
+            url, _state(2), storage_options=options, options=bcp.SaveOptions(deadline_s=faults.deadline_s)
+        ),
+        lambda: bcp.load(
+            url, _state(0), storage_options=options, options=bcp.LoadOptions(deadline_s=faults.deadline_s)
+        ),
     ]
     for call in calls:
         assert expected[case] in faults.run(call)
@@ -358,7 +373,9 @@ def test_the_first_save_to_a_path(faults: Faults) -> None:
     """There is no checkpoint from before: after the error, there is none."""
     faults.proxy.rule = _after("begin", "stall")
     url = faults.url + "-new"
-    call = lambda: bcp.save(url, _state(2), storage_options=faults.options, deadline_s=faults.deadline_s)  # noqa: E731
+    call = partial(
+        bcp.save, url, _state(2), storage_options=faults.options, options=bcp.SaveOptions(deadline_s=faults.deadline_s)
+    )
     assert "did not answer" in faults.run(call)
     with pytest.raises((CheckpointNotFoundError, bcp.errors.NotACheckpointError)):
         bcp.open(url, storage_options=faults.direct)
@@ -381,19 +398,21 @@ class Incremental:
     @staticmethod
     def forget() -> None:
         """As in a new process, which does not know the newest checkpoint."""
-        default_checkpointer().engine.last_commit = None
+        default_session().engine.last_commit = None
 
     def save(self, step: int, options: dict[str, Any], **others: Any) -> object:
         self.tensors[str(step % 4)].fill_(step + 1)
         state = {"tree": self.tensors}
         return bcp.save(
-            f"{self.root}/step-{step}", state, base="auto", chunk_size=1024, storage_options=options, **others
+            f"{self.root}/step-{step}", state, storage_options=options, **saving(base="auto", chunk_size=1024, **others)
         )
 
     def run(self) -> str:
         """Return the error of one more save, after which the checkpoints from before are intact."""
         faults = self.faults
-        failure = faults.run(lambda: self.save(4, faults.options, deadline_s=faults.deadline_s))
+        failure = faults.run(
+            lambda: self.save(4, faults.options, options=bcp.SaveOptions(deadline_s=faults.deadline_s))
+        )
         newest = bcp.latest(self.root, storage_options=faults.direct)
         assert newest is not None
         assert newest.step is None
@@ -448,11 +467,10 @@ def test_a_search_below_a_root(faults: Faults, what: str) -> None:
     manager = bcp.CheckpointManager(
         root,
         cadence=1,
-        base="auto",
         async_save=False,
-        deadline_s=faults.deadline_s,
         storage_options=faults.options,
-        lease_s=time_limit(60),
+        save=bcp.SaveOptions(base="auto"),
+        job=bcp.JobOptions(deadline_s=faults.deadline_s, lease_s=time_limit(60)),
     )
     calls: dict[str, Callable[[], object]] = {
         "latest": manager.latest,
@@ -480,7 +498,7 @@ def test_housekeeping_gives_up(faults: Faults, caplog: pytest.LogCaptureFixture)
     root = faults.url.rpartition("/")[0]
     faults.proxy.rule = lambda exchange: "stall" if exchange.kind == "delete" and "/step-1/" in exchange.path else None
     manager = bcp.CheckpointManager(
-        root, cadence=1, keep=1, deadline_s=faults.deadline_s, storage_options=faults.options
+        root, cadence=1, keep=1, storage_options=faults.options, job=bcp.JobOptions(deadline_s=faults.deadline_s)
     )
     manager.save(2, _state(2))
     with faults.endured():

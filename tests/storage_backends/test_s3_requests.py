@@ -119,7 +119,7 @@ def test_an_object_of_another_size(store: _Store, change: int, codec: str | None
     """The reply to a read of other bytes states it."""
     path = f"{store.root}/step-1"
     tensors = {"first": torch.arange(1000.0), "last": torch.arange(1000.0)}
-    bcp.save(path, {"model": tensors}, codec=codec, storage_options=store.options)
+    bcp.save(path, {"model": tensors}, storage_options=store.options, options=bcp.SaveOptions(codec=codec))
     opened = bcp.open(path, storage_options=store.options)
     key = next(key for key in opened.manifest.files.name if "model-" in key)
     content = opened.backend.get(key)
@@ -188,7 +188,7 @@ def test_an_incremental_save(store: _Store) -> None:
     for step in (1, 2):
         _, kinds = store.count(
             lambda step=step: bcp.save(  # type: ignore[misc]
-                f"{store.root}/step-{step}", state, base="auto", storage_options=store.options
+                f"{store.root}/step-{step}", state, storage_options=store.options, options=bcp.SaveOptions(base="auto")
             )
         )
     # Two looks at the base and one at the path; a pin, the file and the manifest; the pin, and the base's manifest.
@@ -215,7 +215,7 @@ def test_a_manifest_that_arrives_after_the_save_has_failed(store: _Store, is_new
 
     store.proxy.rule = rule
     with pytest.raises(CommitUnknownError, match="may still put it there"):
-        bcp.save(url, _state(2.0), storage_options=store.options, deadline_s=time_limit(2))
+        bcp.save(url, _state(2.0), storage_options=store.options, options=bcp.SaveOptions(deadline_s=time_limit(2)))
     store.proxy.go_on.set()
     end = time.monotonic() + time_limit(60)
     while True:
@@ -255,7 +255,12 @@ def test_a_bucket_in_another_region(s3: dict[str, Any]) -> None:
         options = {**s3, "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
         try:
             with pytest.raises(StorageError, match="in another region or at another endpoint; set the region"):
-                bcp.save("s3://elsewhere/step-1", _state(1.0), storage_options=options, deadline_s=time_limit(20))
+                bcp.save(
+                    "s3://elsewhere/step-1",
+                    _state(1.0),
+                    storage_options=options,
+                    options=bcp.SaveOptions(deadline_s=time_limit(20)),
+                )
             with pytest.raises(StorageError, match="in another region or at another endpoint; set the region"):
                 bcp.open("s3://elsewhere/step-1", storage_options=options)
         finally:

@@ -31,19 +31,21 @@ def _state() -> dict[str, Any]:
 
 
 def _save(url: str, options: dict[str, Any]) -> object:
-    return bcp.save(url, _state(), deadline_s=1, storage_options=options)
+    return bcp.save(url, _state(), storage_options=options, options=bcp.SaveOptions(deadline_s=1))
 
 
 def _save_later(url: str, options: dict[str, Any]) -> object:
-    return bcp.save(url, _state(), deadline_s=1, storage_options=options, async_save=True).result()
+    return bcp.save(
+        url, _state(), storage_options=options, async_save=True, options=bcp.SaveOptions(deadline_s=1)
+    ).result()
 
 
 def _load(url: str, options: dict[str, Any]) -> object:
-    return bcp.load(url, _state(), deadline_s=1, storage_options=options)
+    return bcp.load(url, _state(), storage_options=options, options=bcp.LoadOptions(deadline_s=1))
 
 
 def _manage(url: str, options: dict[str, Any]) -> object:
-    with bcp.CheckpointManager(url, deadline_s=1, cadence=1, storage_options=options) as manager:
+    with bcp.CheckpointManager(url, cadence=1, storage_options=options, job=bcp.JobOptions(deadline_s=1)) as manager:
         manager.save(1, _state())
         return manager.latest()
 

@@ -28,13 +28,12 @@ class Job:
             state,
             step=step,
             async_save=self._is_async,
-            layout=self._layout,
-            deadline_s=self._deadline_s,
+            options=bcp.SaveOptions(layout=self._layout, deadline_s=self._deadline_s),
         )
         handle.result(_RESULT_S)
 
     def load(self, step: int, state: dict[str, Any]) -> None:
-        bcp.load(f"{self._root}/step-{step}", state, deadline_s=self._deadline_s)
+        bcp.load(f"{self._root}/step-{step}", state, options=bcp.LoadOptions(deadline_s=self._deadline_s))
 
     def close(self) -> None:
         """End the job normally."""
@@ -49,7 +48,9 @@ class ManagedJob(Job):
     def __init__(self, root: str, *, deadline_s: float, layout: Any = "shards") -> None:
         super().__init__(root, deadline_s=deadline_s, layout=layout)
         self._manager = bcp.CheckpointManager(
-            root, layout=layout, deadline_s=deadline_s, lease_s=time_limit(0.6), coordinate_every_s=0.05
+            root,
+            save=bcp.SaveOptions(layout=layout),
+            job=bcp.JobOptions(deadline_s=deadline_s, lease_s=time_limit(0.6), coordinate_every_s=0.05),
         )
 
     def save(self, step: int, state: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from sorted_arguments import saving
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -411,7 +412,9 @@ def save_case(rank: int, world_size: int, name: str, path: str) -> None:
         mock.patch("platform.node", return_value="golden"),
     ):
         case = {**CASES, **ENCODED_CASES}[name]
-        bcp.save(path, case.state(), step=STEP, metadata=METADATA, **{"chunk_size": CHUNK_SIZE, **case.options})
+        bcp.save(
+            path, case.state(), step=STEP, metadata=METADATA, **saving(**{"chunk_size": CHUNK_SIZE, **case.options})
+        )
 
 
 INCREMENTAL = "incremental"
@@ -435,11 +438,13 @@ def write_incremental(folder: Path) -> None:
             attempt = mock.patch.object(save_planning, "attempt_name", return_value=f"attempt-golden-{number}")
             path = target / f"step-{number}"
             with attempt:
-                checkpointer.save(path, {"tree": tree}, step=number, base="auto", chunk_size=1024).result()
+                checkpointer.save(
+                    path, {"tree": tree}, step=number, options=bcp.SaveOptions(base="auto", chunk_size=1024)
+                ).result()
             manifest = decode((path / "manifest.msgpack").read_bytes())
             manifest.created = CREATED
             (path / "manifest.msgpack").write_bytes(encode(manifest))
-            checkpointer.engine.last_commit = None
+            checkpointer._session.engine.last_commit = None
             checkpointer.engine.plans = type(checkpointer.engine.plans)()  # a new plan names its attempt
 
 

@@ -57,6 +57,9 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def save(path: Path, codec: str | None = None, **more: Any) -> dict[str, torch.Tensor]:
     hub = hub_tensors()
     bcp.save(
-        path, {"model": trained_tensors(hub), "extra_state": {"step": 3}, **more}, step=3, chunk_size=64, codec=codec
+        path,
+        {"model": trained_tensors(hub), "extra_state": {"step": 3}, **more},
+        step=3,
+        options=bcp.SaveOptions(chunk_size=64, codec=codec),
     )
     return hub

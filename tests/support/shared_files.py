@@ -22,10 +22,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sorted_arguments import save_in_job
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint import attempts
-from bytecheckpoint.checkpointer import default_checkpointer
 from bytecheckpoint.convert.copy import remove
 from bytecheckpoint.engine.writing import FileWriter
 from bytecheckpoint.errors import KeyNotFoundError, NotACheckpointError
@@ -33,7 +33,7 @@ from bytecheckpoint.format.manifest import MANIFEST_KEY, decode, split_reference
 from bytecheckpoint.manager.housekeeping import Committed, expendable
 from bytecheckpoint.manager.lease import LEASE_KEY
 from bytecheckpoint.save.commit import SaveCommit
-from bytecheckpoint.save.options import SaveOptions
+from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import registry
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
@@ -146,7 +146,7 @@ class SharedFiles(RuleBasedStateMachine):
 
     def _begin_process(self) -> None:
         """Forget what a process has in memory. Its attempts are those of a new job."""
-        default_checkpointer().engine.last_commit = None
+        default_session().engine.last_commit = None
         self.job = secrets.token_bytes(4)
         self.raw.delete([LEASE_KEY])
 
@@ -157,15 +157,16 @@ class SharedFiles(RuleBasedStateMachine):
             self.tensors[name][chunk * CHUNK // 4] = -self.number
 
     def _save(self, step: int, base: str | None, use_async: bool = False) -> None:
-        options = SaveOptions(
-            step=step, metadata={"metrics": {"n": self.number}}, base=base, chunk_size=CHUNK, job=self.job
-        )
-        state = {"tree": dict(self.tensors)}
-        path = f"{self.root}/step-{step}"
-        handle = default_checkpointer().save_with(
-            path, lambda: state, options, async_save=use_async, storage_options=None
-        )
-        handle.result()
+        save_in_job(
+            f"{self.root}/step-{step}",
+            {"tree": dict(self.tensors)},
+            use_async=use_async,
+            step=step,
+            metadata={"metrics": {"n": self.number}},
+            base=base,
+            chunk_size=CHUNK,
+            job=self.job,
+        ).result()
 
     def _committed(self, name: str) -> None:
         self.seen[name] = Saved(self.number, dict(self.tensors))
@@ -266,7 +267,7 @@ class SharedFiles(RuleBasedStateMachine):
     def manage(self, steps: list[int], changes: set[tuple[str, int]], last: int | None) -> None:
         """Run a job with a manager, which saves, and removes the checkpoints that no rule keeps."""
         keep = bcp.Retention(last=last)
-        with bcp.CheckpointManager(self.root, keep=keep, base="auto", preemption=None) as manager:
+        with bcp.CheckpointManager(self.root, keep=keep, preemption=None, save=bcp.SaveOptions(base="auto")) as manager:
             for step in steps:
                 self._change(changes)
                 state = {"tree": dict(self.tensors)}
@@ -298,7 +299,7 @@ class SharedFiles(RuleBasedStateMachine):
         self._begin_process()
         self.passed_s += GRACE_S + 1
         self.number += 1
-        with bcp.CheckpointManager(self.root, base="auto", preemption=None) as manager:
+        with bcp.CheckpointManager(self.root, preemption=None, save=bcp.SaveOptions(base="auto")) as manager:
             manager.save(9, {"tree": dict(self.tensors)}, force=True, metrics={"n": self.number})
         self._committed("step-9")
         self.every_checkpoint_loads()

@@ -48,7 +48,13 @@ def _save(
     model = {f"part{rank}": _weight(10 * step + rank), "same": torch.full((5,), float(step))}
     state = {"model": model, "extra_state": {"step": step}}
     with suppress(RankFailedError) if killed_at else nullcontext():
-        bcp.save(url, state, step=step, layout="shards", deadline_s=deadline_s, storage_options=dict(options))
+        bcp.save(
+            url,
+            state,
+            step=step,
+            storage_options=dict(options),
+            options=bcp.SaveOptions(layout="shards", deadline_s=deadline_s),
+        )
 
 
 def _check(url: str, options: Mapping[str, Any], *steps: int) -> int:
@@ -195,8 +201,8 @@ class HttpRows(CheckpointRows):
             bcp.load(url, small, storage_options=options)
             proxy.rule = lambda exchange: what
             operations: list[Callable[[], object]] = [
-                lambda: bcp.save(url, small, deadline_s=deadline_s, storage_options=options),
-                lambda: bcp.load(url, small, deadline_s=deadline_s, storage_options=options),
+                lambda: bcp.save(url, small, storage_options=options, options=bcp.SaveOptions(deadline_s=deadline_s)),
+                lambda: bcp.load(url, small, storage_options=options, options=bcp.LoadOptions(deadline_s=deadline_s)),
             ]
             for operation in operations:
                 begun = time.monotonic()

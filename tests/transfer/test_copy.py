@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from sorted_arguments import saving
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint import attempts, references
@@ -44,7 +45,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def save(path: str, seed: int = 0, **arguments: Any) -> None:
     generator = torch.Generator().manual_seed(seed)
     model = {f"t{i}": torch.randn(size, generator=generator) for i, size in enumerate(SIZES)}
-    bcp.save(path, {"model": model, "extra": {"text": "x" * 5000, "seed": seed}}, **arguments)
+    bcp.save(path, {"model": model, "extra": {"text": "x" * 5000, "seed": seed}}, **saving(**arguments))
 
 
 @pytest.fixture

@@ -219,7 +219,7 @@ def test_another_journal_has_completed_the_copy(between: Between, tmp_path: Path
     """Another user, or through another endpoint. The first journal ends its uploads, which cost money."""
     begun = between.kill_in_a_part()
     source = bcp.open(between.source_url, storage_options=between.s3)
-    copy(source, between.target_url, storage_options=between.s3, journal=between.journals)
+    copy(source, bcp.Location(between.target_url, storage_options=between.s3), journal=between.journals)
     assert len([*between.journals.iterdir()]) == 1
     assert begun & pending_ids(between.bucket, between.s3)
     assert between.run() == 0

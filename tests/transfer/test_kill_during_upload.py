@@ -174,7 +174,8 @@ from bytecheckpoint.storage_backends.s3 import writers
 writers.PART_BYTES = int(sys.argv[4])
 numbers = numpy.random.default_rng(0).integers(0, 255, 54 << 20, numpy.uint8)
 state = {"model": {"t": torch.from_numpy(numbers)}, "extra": {"step": 7}}
-bcp.save(sys.argv[1], state, staging=sys.argv[2], storage_options=json.loads(sys.argv[3])).uploaded()
+location = bcp.Location(sys.argv[1], tier=bcp.Tier(sys.argv[2]), storage_options=json.loads(sys.argv[3]))
+bcp.save(location, state).uploaded()
 """
 
 
@@ -191,10 +192,10 @@ def test_a_killed_save_with_staging(tmp_path: Path, proxy: FaultProxy, bucket: s
     folder = staging / f"s3@{proxy.url.partition('://')[2].replace(':', '-')}" / bucket / "runs" / "step-7"
     known = acknowledged(folder)
     assert len(known) >= 3
-    assert bcp.load(url, {"extra": {"step": 0}}, staging=staging, storage_options=options).loaded
+    assert bcp.load(bcp.Location(url, tier=bcp.Tier(staging), storage_options=options), {"extra": {"step": 0}}).loaded
     proxy.rule = gate = Gate("none", 0, f"/{bucket}/runs/step-7/")
     [upload] = unfinished_uploads(str(staging))
-    report = finish_upload(upload, storage_options=options)
+    report = finish_upload(upload, bcp.Location(upload.url, storage_options=options))
     assert 0 < report.sent <= report.size - len(known) * PART
     assert not known & set(gate.parts)
     assert bcp.open(url, storage_options=s3).verify().ok

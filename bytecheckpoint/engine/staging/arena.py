@@ -106,8 +106,8 @@ class Arena:
             if not self._changed.wait_for(is_possible, timeout_s):
                 raise DeadlineError(
                     f"no staging memory was released within {timeout_s} s: earlier saves are still being written. "
-                    f"Save less often, raise deadline_s or the memory budget (now {self.budget or 'none'}, "
-                    f"{self._capacity * self.block_size} bytes in use), or skip with when_busy='skip'"
+                    f"Save less often, or raise deadline_s or the memory budget (now {self.budget or 'none'}, "
+                    f"{self._capacity * self.block_size} bytes in use)"
                 )
             self._acquired += 1
             if self._idle:

@@ -15,10 +15,13 @@ from torch import nn
 
 from ...checkpoint.attempts import ATTEMPT_PREFIX
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.location import Location
 from ...checkpointer import default_checkpointer
 from ...control.base import Operation
 from ...errors import MismatchError, UsageError
+from ...load.options import LoadOptions
 from ...runtime.limits import DEFAULT_DEADLINE_S
+from ...session import default_session
 from ..delivery import DeliveryReport, StoredWeights
 from ..layouts.hub_names import hub_tensors
 from ..layouts.recording import Copy, UnrecordedWrites, uncovered
@@ -84,7 +87,7 @@ class BcpModelLoader(BaseModelLoader):
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Fill ``model``. Raises ``MismatchError`` that names the parameters with missing elements."""
-        op = default_checkpointer().operation("load", self._deadline_s)
+        op = default_session().operation("load", self._deadline_s)
         try:
             self._choose(op)
             if self._is_joined(op, model, model_config):
@@ -116,8 +119,8 @@ class BcpModelLoader(BaseModelLoader):
         if "root" not in self._options:
             return
         with op.phase("root"):
-            options = self._options.get("storage_options")
-            newest = default_checkpointer().latest(self._options["root"], allow_fresh=True, storage_options=options)
+            root = Location(self._options["root"], storage_options=self._options.get("storage_options"))
+            newest = default_session().latest(root, allow_fresh=True, deadline_s=self._deadline_s)
         url = op.broadcast("root", (b"" if newest is None else newest.url.encode()) if op.rank == 0 else None).decode()
         if url:
             self._options["path"] = self.load_config.model_loader_extra_config["path"] = url
@@ -148,10 +151,10 @@ class BcpModelLoader(BaseModelLoader):
         if name.startswith(ATTEMPT_PREFIX):
             path = head  # Checkpoint.model_directory, which also contains the model's configuration
         return default_checkpointer().open(
-            path,
-            verify=self._options.get("verify", True),
-            rules=self._options.get("rules"),
-            storage_options=self._options.get("storage_options"),
+            Location(path, storage_options=self._options.get("storage_options")),
+            options=LoadOptions(
+                verify=self._options.get("verify", True), rules=self._options.get("rules"), deadline_s=self._deadline_s
+            ),
         )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ....checkpoint.location import AnyLocation, Location
 from ....errors import FormatError, KeyNotFoundError, StateError, UsageError
 from ....frameworks.module_tree import has_fsdp1
-from ....storage_backends import open_backend
 from ..engines.base import Engine
 from ..engines.targets import TargetEngine
 
@@ -88,12 +88,11 @@ def adapter_state(model: nn.Module, adapter: str = "default") -> dict[str, torch
     return found
 
 
-def adapter_config(url: str, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def adapter_config(path: AnyLocation) -> dict[str, Any]:
     """Read the ``adapter_config.json`` of a folder that PEFT stored.
 
     Args:
-        url: The folder.
-        storage_options: Options of the storage backend.
+        path: The folder.
 
     Returns:
         The configuration.
@@ -102,8 +101,8 @@ def adapter_config(url: str, *, storage_options: Mapping[str, Any] | None = None
         StateError: The folder has no such file.
         FormatError: The file is not a JSON object.
     """
-    backend = open_backend(url, **dict(storage_options or {}))
-    where = f"{url.rstrip('/')}/{CONFIG_NAME}"
+    location = Location.of(path)
+    backend, where = location.open(), f"{str(location).rstrip('/')}/{CONFIG_NAME}"
     try:
         document = json.loads(backend.get(CONFIG_NAME, max_size=_MAX_CONFIG_BYTES))
     except KeyNotFoundError as error:
