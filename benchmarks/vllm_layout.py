@@ -201,7 +201,7 @@ def _no_values(name: str, view: StridedView) -> torch.Tensor:
 def _configuration(model: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(model) / "config.json"
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise StateError(f"{path} cannot be read as a model configuration: {error}") from None
     if not isinstance(found, dict):

@@ -15,7 +15,8 @@ from .version import VERSION as __version__
 
 # isort: split
 from . import errors
-from .api import latest, load, open, save, warmup, watch
+from .api import latest, load, save, warmup, watch
+from .api import open as open
 from .checkpoint.checkpoint import Checkpoint, VerifyReport
 from .checkpoint.location import Location, Tier
 from .checkpoint.stored_tensor import StoredTensor
@@ -65,7 +66,6 @@ __all__ = [
     "errors",
     "latest",
     "load",
-    "open",
     "register_adapter",
     "save",
     "warmup",
@@ -73,8 +73,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import ``dcp`` on first use: it imports ``torch.distributed.checkpoint``, which takes a second."""
-    if name == "dcp":
-        return importlib.import_module(".dcp", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # for a type checker, the module would have every name
+
+    def __getattr__(name: str) -> Any:
+        """Import ``dcp`` on first use: it imports ``torch.distributed.checkpoint``, which takes a second."""
+        if name == "dcp":
+            return importlib.import_module(".dcp", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "open"]

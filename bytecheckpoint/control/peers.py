@@ -114,7 +114,7 @@ def _state_and_start(pid: int) -> tuple[str, int] | None:
 
 def _read(path: str) -> str:
     try:
-        with open(path) as file:
+        with open(path, encoding="utf-8") as file:
             return file.read().strip()
     except OSError:
         return ""

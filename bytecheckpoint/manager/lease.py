@@ -28,7 +28,7 @@ import msgpack
 
 from ..checkpoint.attempts import JOB_MARK_BYTES
 from ..control.peers import PeerIdentity
-from ..errors import KeyChangedError, KeyExistsError, KeyNotFoundError, RootInUseError, StorageError
+from ..errors import KeyChangedError, KeyExistsError, KeyNotFoundError, RootInUseError, StateError, StorageError
 from ..storage_backends.base import StorageBackend
 
 __all__ = ["HEARTBEATS_PER_LEASE", "LEASE_KEY", "Lease", "LeaseRecord", "check_holder"]
@@ -97,7 +97,11 @@ class Lease:
         self._ended = threading.Event()
         self._lost: RootInUseError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bcp-lease")
-        self._heartbeat = self._thread.submit(self._send_heartbeats)
+        try:
+            self._thread.submit(self._send_heartbeats)
+        except RuntimeError as error:
+            self._delete()
+            raise StateError(f"the lease of {backend.display_url} needs a thread: {error}") from error
 
     @classmethod
     def acquire(
@@ -117,6 +121,7 @@ class Lease:
 
         Raises:
             RootInUseError: Another job holds the lease and is alive.
+            StateError: The process cannot start a thread.
             StorageError: The store failed.
         """
         run, restart = _torchrun_identity()

@@ -72,11 +72,19 @@ class LocalBackend(StorageBackend):
 
         Raises:
             StorageError: The path is relative, and the working directory was removed.
+            UnsupportedURLError: The encoding of file names lacks a character of the path.
         """
         try:
             path = os.path.abspath(os.fspath(root))
         except FileNotFoundError as error:
             raise StorageError(f"{root}: the working directory was removed; pass an absolute path") from error
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError as error:
+            raise UnsupportedURLError(
+                f"{path!a} cannot be written in {error.encoding}, the encoding of this process's file names; use a "
+                f"UTF-8 locale, or set PYTHONUTF8=1"
+            ) from error
         self._root = LocalRoot(path, direct_io=direct_io)
 
     def path_of(self, key: str) -> str:

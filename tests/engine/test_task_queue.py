@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bytecheckpoint.engine.reading.task_queue import TaskQueue
+from bytecheckpoint.errors import StateError
 from bytecheckpoint.testing import time_limit
 
 
@@ -59,8 +60,25 @@ def test_the_first_error_is_raised_and_no_task_starts_after_it(threads: int) -> 
     assert len(begun) <= 4 + threads
 
 
+def test_a_process_that_may_start_no_further_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def refuse_the_third(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    done: list[int] = []
+    with ThreadPoolExecutor(4) as pool:
+        monkeypatch.setattr(threading.Thread, "start", refuse_the_third)
+        TaskQueue(pool, 50, lambda index, queue: done.append(index)).run(4)
+    assert sorted(done) == [*range(50)]
+
+
 def test_an_executor_that_was_shut_down() -> None:
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(StateError, match="no thread can read: cannot schedule new futures after shutdown"):
         TaskQueue(pool, 2, lambda index, queue: None).run(1)

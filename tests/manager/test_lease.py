@@ -17,7 +17,7 @@ from typing_extensions import Buffer
 
 from bytecheckpoint.checkpoint.attempts import attempt_name, job_mark_of, new_attempt, new_attempt_id
 from bytecheckpoint.control.peers import PeerIdentity
-from bytecheckpoint.errors import KeyExistsError, RootInUseError, StorageError
+from bytecheckpoint.errors import KeyExistsError, RootInUseError, StateError, StorageError
 from bytecheckpoint.manager.lease import LEASE_KEY, Lease, LeaseRecord
 from bytecheckpoint.storage_backends import Conditions
 from bytecheckpoint.storage_backends.base import StorageBackend
@@ -65,6 +65,19 @@ def test_a_held_lease_is_refused_until_it_is_released(backend: StorageBackend) -
     second = Lease.acquire(backend, HERE, interval_s=INTERVAL_S)
     assert second.job != first.job
     second.close()
+
+
+def test_a_process_that_may_start_no_thread_releases_the_lease(
+    backend: StorageBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(StateError, match="needs a thread: can't start new thread"):
+            Lease.acquire(backend, ELSEWHERE, interval_s=INTERVAL_S)
+    Lease.acquire(backend, HERE, interval_s=INTERVAL_S).close()
 
 
 def test_the_holder_sends_heartbeats(backend: StorageBackend) -> None:

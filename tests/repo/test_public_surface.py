@@ -71,7 +71,7 @@ def test_public_names_exist_and_are_documented() -> None:
 
 
 def test_the_public_functions_and_their_parameters_exist() -> None:
-    assert {"save", "load", "open", "latest", "SaveHandle", "LoadReport", "Checkpoint"} <= set(bcp.__all__)
+    assert {"save", "load", "latest", "SaveHandle", "LoadReport", "Checkpoint"} <= set(bcp.__all__)
     assert {"path", "state", "async_save", "step", "options"} <= set(inspect.signature(bcp.save).parameters)
     assert {"path", "state", "strict", "options"} <= set(inspect.signature(bcp.load).parameters)
 
@@ -89,6 +89,22 @@ def test_the_public_functions_fit_on_a_card() -> None:
     }
     found = {function.__name__: len(inspect.signature(function).parameters) for function in most}
     assert found == {function.__name__: count for function, count in most.items()}
+
+
+def test_the_names_of_the_package() -> None:
+    assert set(dir(bcp)) == {*bcp.__all__, "open"}
+    assert bcp.open.__module__ == "bytecheckpoint.api"
+    names: dict[str, object] = {}
+    exec("from bytecheckpoint import *\nchosen = open", names)
+    assert names["chosen"] is open, "the builtin is replaced"
+
+
+def test_a_type_checker_notices_a_misspelt_name() -> None:
+    """It would not if it saw the ``__getattr__`` of the package, which returns anything."""
+    tree = ast.parse(Path(bcp.__file__).read_text(encoding="utf-8"))
+    hidden = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "not TYPE_CHECKING"]
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"]
+    assert [node for guard in hidden for node in guard.body if node in found] == found != []
 
 
 def test_modules_declare_what_they_export() -> None:

@@ -524,3 +524,21 @@ def test_relative_root_survives_chdir(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path / "elsewhere")
     backend.put("object", b"x")
     assert (tmp_path / "runs" / "one" / "object").read_bytes() == b"x"
+
+
+def test_a_path_that_the_locale_cannot_encode(tmp_path: Path) -> None:
+    script = f"""
+import bytecheckpoint as bcp
+def save(path): bcp.save(path, {{}})
+def load(path): bcp.load(path, {{}})
+for call in (bcp.open, bcp.latest, bcp.CheckpointManager, save, load):
+    try:
+        call({str(tmp_path)!r} + "/caf\\xe9")
+    except bcp.errors.UnsupportedURLError as error:
+        assert "caf\\\\xe9' cannot be written in ascii" in str(error), error
+    else:
+        raise AssertionError(call)
+"""
+    environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 
+from ...errors import StateError
+
 __all__ = ["TaskQueue"]
 
 
@@ -47,10 +49,16 @@ class TaskQueue:
                 del first  # its traceback refers to this frame
 
     def widen(self, threads: int) -> None:
-        """Use at least ``threads`` threads from now on. Tasks may call this too."""
+        """Use ``threads`` threads from now on, if so many can be started. Tasks may call this too."""
         with self._lock:
             missing = min(threads, self._count - self._next + len(self._workers)) - len(self._workers)
-            self._workers += [self._executor.submit(self._work) for _ in range(missing)]
+            for _ in range(missing):
+                try:
+                    self._workers.append(self._executor.submit(self._work))
+                except RuntimeError as error:
+                    if not self._workers:
+                        raise StateError(f"no thread can read: {error}") from error
+                    return  # the process may start no further thread; those that run do the rest
 
     def _work(self) -> None:
         while True:
