@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from certificates import server_context
 
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push import HttpEngine, SglangEngine
@@ -17,7 +18,6 @@ from bytecheckpoint.inference.push.engines.vllm import engine_at
 from bytecheckpoint.inference.push.guard import _succeeds
 from bytecheckpoint.inference.push.leases import PauseLease
 from bytecheckpoint.testing import time_limit
-from tests.support.certificates import server_context
 
 
 class _Front(BaseHTTPRequestHandler):

@@ -32,8 +32,8 @@ from bytecheckpoint.tensors.shards import basic_meta
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those that vLLM's own modules give rise to
+    from benchmarks import vllm_layout
     from benchmarks.vllm_layout import EngineRank
-    from bytecheckpoint.inference.vllm import layout as vllm_layout
     from bytecheckpoint.inference.vllm.model import VllmModel
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own

@@ -27,11 +27,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those that vLLM's own modules give rise to
     from vllm.model_executor.models import utils as models_utils
 
+    from benchmarks import vllm_layout
     from benchmarks.hub_shapes import hub_shapes
     from benchmarks.vllm_layout import EngineRank
     from bytecheckpoint.inference.push.engine_model import record_load
     from bytecheckpoint.inference.push.messages import Table
-    from bytecheckpoint.inference.vllm import layout as vllm_layout
     from bytecheckpoint.inference.vllm import model as vllm_model
     from bytecheckpoint.inference.vllm import worker as vllm_worker
     from bytecheckpoint.tensors.shards import basic_meta

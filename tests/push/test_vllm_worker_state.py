@@ -32,8 +32,8 @@ with warnings.catch_warnings():
     )
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
+    from benchmarks import vllm_layout
     from benchmarks.vllm_layout import EngineRank
-    from bytecheckpoint.inference.vllm import layout as vllm_layout
     from bytecheckpoint.inference.vllm import worker as vllm_worker
     from bytecheckpoint.inference.vllm.model import VllmModel, keep_receiver
     from bytecheckpoint.inference.vllm.transfer import BcpTransferEngine

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import fsspec
 import pytest
+from forked_store import use_in_forked_child
 from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -37,7 +38,6 @@ from bytecheckpoint.storage_backends.fsspec.errors import map_error
 from bytecheckpoint.storage_backends.fsspec.writers import StreamWriter
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
-from tests.support.forked_store import use_in_forked_child
 
 
 class TestFsspecMemory(StorageConformance):

@@ -25,7 +25,9 @@ import pytest
 import torch
 
 pytest.importorskip("obstore")
+from google_front import GoogleFront
 from obstore.exceptions import GenericError
+from s3_faults import Exchange
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import (
@@ -44,8 +46,6 @@ from bytecheckpoint.storage_backends.obstore.errors import map_error
 from bytecheckpoint.storage_backends.window import PARTS_IN_FLIGHT, Window
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
-from tests.support.google_front import GoogleFront
-from tests.support.s3_faults import Exchange
 
 pytestmark = pytest.mark.s3
 

@@ -20,6 +20,9 @@ import pytest
 
 pytest.importorskip("s3fs")
 
+from forked_store import use_in_forked_child
+from s3_faults import Exchange, FaultProxy, fault_proxy
+
 from bytecheckpoint.checkpoint.location import Location, Tier
 from bytecheckpoint.checkpoint.nearest import open_nearest
 from bytecheckpoint.errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError
@@ -32,8 +35,6 @@ from bytecheckpoint.storage_backends.window import PARTS_IN_FLIGHT
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import FaultyBackend
 from bytecheckpoint.testing.storage import StorageConformance
-from tests.support.forked_store import use_in_forked_child
-from tests.support.s3_faults import Exchange, FaultProxy, fault_proxy
 
 pytestmark = pytest.mark.s3
 

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("s3fs")
 
-from tests.support.store_rows import CheckpointRows, HttpRows
-from tests.support.store_servers import Store
+from store_rows import CheckpointRows, HttpRows
+from store_servers import Store
 
 pytestmark = pytest.mark.s3
 

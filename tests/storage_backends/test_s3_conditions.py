@@ -10,13 +10,14 @@ import torch
 
 pytest.importorskip("s3fs")
 
+from s3_faults import Exchange, FaultProxy, fault_proxy
+
 import bytecheckpoint as bcp
 from bytecheckpoint.control.single import SingleProcess
 from bytecheckpoint.errors import CommitUnknownError, KeyChangedError, KeyExistsError, StorageError
 from bytecheckpoint.storage_backends import Conditions, StorageBackend, open_backend
 from bytecheckpoint.storage_backends.s3.probe import is_known_endpoint
 from bytecheckpoint.testing import time_limit
-from tests.support.s3_faults import Exchange, FaultProxy, fault_proxy
 
 pytestmark = pytest.mark.s3
 

@@ -23,6 +23,7 @@ from click.testing import CliRunner
 
 pytest.importorskip("s3fs")
 
+from s3_faults import Exchange, FaultProxy, fault_proxy
 from sorted_arguments import saving
 
 import bytecheckpoint as bcp
@@ -34,7 +35,6 @@ from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.s3 import writers
 from bytecheckpoint.testing import time_limit
-from tests.support.s3_faults import Exchange, FaultProxy, fault_proxy
 
 pytestmark = pytest.mark.s3
 

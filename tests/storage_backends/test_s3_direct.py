@@ -12,14 +12,15 @@ import pytest
 
 pytest.importorskip("s3fs")
 
+from certificates import server_context
+from s3_faults import FaultProxy, fault_proxy
+
 from bytecheckpoint.errors import AccessDeniedError, StorageError
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.s3.client import Client
 from bytecheckpoint.storage_backends.s3.direct import Connections
 from bytecheckpoint.storage_backends.window import Window
 from bytecheckpoint.testing import time_limit
-from tests.support.certificates import server_context
-from tests.support.s3_faults import FaultProxy, fault_proxy
 
 pytestmark = pytest.mark.s3
 

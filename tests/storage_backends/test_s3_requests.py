@@ -17,6 +17,8 @@ import torch
 
 pytest.importorskip("s3fs")
 
+from s3_faults import Exchange, FaultProxy, fault_proxy
+
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import (
     CheckpointNotFoundError,
@@ -26,7 +28,6 @@ from bytecheckpoint.errors import (
     StorageError,
 )
 from bytecheckpoint.testing import time_limit
-from tests.support.s3_faults import Exchange, FaultProxy, fault_proxy
 
 pytestmark = pytest.mark.s3
 

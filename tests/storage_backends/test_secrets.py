@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from s3_faults import fault_proxy
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint import nearest
@@ -21,7 +22,6 @@ from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.errors import BytecheckpointError, RankFailedError, StorageError
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
-from tests.support.s3_faults import fault_proxy
 
 SECRETS = ("hunter2", "p@ssw0rd", "sessiontoken123")
 

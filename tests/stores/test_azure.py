@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from leak_watch import held_now, left_since, median, memory_now
+from s3_faults import Exchange, fault_proxy
+from store_rows import HttpRows
+from store_servers import Store, azure_options, store_for_tests
 
 import bytecheckpoint as bcp
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.testing.storage import StorageConformance
-from tests.support.s3_faults import Exchange, fault_proxy
-from tests.support.store_rows import HttpRows
-from tests.support.store_servers import Store, azure_options, store_for_tests
 
 server = store_for_tests("azure")
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # of aiohttp, to its client

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from store_rows import HttpRows
+from store_servers import Store, store_for_tests
 
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.testing.storage import StorageConformance
-from tests.support.store_rows import HttpRows
-from tests.support.store_servers import Store, store_for_tests
 
 store = store_for_tests("gcs")
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # of aiohttp, to its client

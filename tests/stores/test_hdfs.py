@@ -6,11 +6,11 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from store_rows import CheckpointRows
+from store_servers import Store, store_for_tests
 
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.testing.storage import StorageConformance
-from tests.support.store_rows import CheckpointRows
-from tests.support.store_servers import Store, store_for_tests
 
 store = store_for_tests("hdfs")
 

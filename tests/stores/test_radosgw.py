@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from store_rows import HttpRows
+from store_servers import Store, store_for_tests
 
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.testing.storage import StorageConformance
-from tests.support.store_rows import HttpRows
-from tests.support.store_servers import Store, store_for_tests
 
 store = store_for_tests("radosgw")
 

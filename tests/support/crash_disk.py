@@ -44,7 +44,7 @@ class FailingDisk:
             setattr(os, name, function)
 
     def _calls(self) -> dict[str, Callable[..., Any]]:
-        return {
+        calls: dict[str, dict[str, Callable[..., Any]]] = {
             "stat": {"stat": self._on_path("stat")},
             "free": {"statvfs": self._statvfs},
             "open": {"open": self._open},
@@ -55,7 +55,8 @@ class FailingDisk:
             "sync-directory": {"fsync": self._on_descriptor("fsync", directory=True)},
             "rename": {name: self._on_target(name) for name in ("replace", "link")},
             "delete": {"unlink": self._on_path("unlink")},
-        }[self._call]
+        }
+        return calls[self._call]
 
     def _strikes(self, path: str | bytes | os.PathLike[str]) -> bool:
         if not self._is_armed():

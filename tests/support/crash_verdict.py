@@ -121,7 +121,7 @@ def check_stored(cell: Cell, reports: Sequence[RankReport | None], root: Path) -
     outcomes = [report.outcome for report in reports if report is not None]
     before = None if cell.where == "new" else PREVIOUS
     if cell.operation == "load":
-        allowed = {PREVIOUS}
+        allowed: set[float | None] = {PREVIOUS}
     elif (
         is_harmless(cell)
         or any(outcome.result == "done" for outcome in outcomes)

@@ -27,14 +27,14 @@ def save(storage: str, path: Any, state: dict[str, Any], **options: Any) -> Any:
     """``dcp.save`` without its warnings of a single process and of a checkpoint that it replaces."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled|Detected an existing checkpoint")
-        return dcp.save(state, storage_writer=STORAGES[storage].writer(str(path)), **options)
+        return dcp.save(state, storage_writer=STORAGES[storage].writer(str(path)), **options)  # type: ignore[attr-defined]
 
 
 def load(storage: str, path: Any, state: dict[str, Any], reader: Any = None, **options: Any) -> None:
     """``dcp.load`` without its warning of a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(state, storage_reader=reader or STORAGES[storage].reader(str(path)), **options)
+        dcp.load(state, storage_reader=reader or STORAGES[storage].reader(str(path)), **options)  # type: ignore[attr-defined]
 
 
 def causes(error: BaseException) -> list[BaseException]:

@@ -194,7 +194,7 @@ def sharded_form(model: Any, optimizer: Any) -> Form:
     """The form of a job of DTensors. A collective."""
 
     def full(tensor: Any) -> torch.Tensor:
-        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
     found: Form = {}
     for name, param in model.named_parameters():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from urllib.parse import quote, unquote
 
-from tests.support.s3_faults import FaultProxy
+from s3_faults import FaultProxy
 
 __all__ = ["GoogleFront"]
 

@@ -28,11 +28,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def names(column: dict[str, Any]) -> list[str]:
-    return column["d"].decode().split("\0")[:-1]
+    return str(column["d"].decode()).split("\0")[:-1]
 
 
 def numbers(column: dict[str, Any]) -> list[int]:
-    return np.frombuffer(column["d"], f"<u{column['w']}").tolist()
+    return list(map(int, np.frombuffer(column["d"], f"<u{column['w']}")))
 
 
 def choices(column: dict[str, Any]) -> list[str]:
@@ -197,14 +197,14 @@ def read_tree(root: Path, section: str, rank: int) -> dict[Any, Any]:
     exact = {".".join(map(str, path)): path for path, (kind, *_) in containers.items() if kind == "tensor"}
     for fqn, tensor in section_tensors(root, section, rank).items():
         cuts = [i for i, letter in enumerate(fqn) if letter == "." and fqn[:i] in branches]
-        path: tuple[str | int, ...] = (fqn,)
+        place: tuple[str | int, ...] = (fqn,)
         if fqn in exact:
-            path = exact[fqn]
+            place = exact[fqn]
         elif cuts:
             (parent,) = branches[fqn[: cuts[-1]]]
-            key = fqn[cuts[-1] + 1 :]
-            path = (*parent, int(key) if containers[parent][0] in ("list", "tuple") else key)
-        leaves[path] = tensor
+            name = fqn[cuts[-1] + 1 :]
+            place = (*parent, int(name) if containers[parent][0] in ("list", "tuple") else name)
+        leaves[place] = tensor
     tree: dict[Any, Any] = {}
     for path, leaf in leaves.items():
         node = tree

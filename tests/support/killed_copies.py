@@ -9,13 +9,13 @@ from typing import Any
 
 import fsspec
 import msgpack
+from s3_faults import Exchange, FaultProxy
+from transfer_launcher import Launcher
 
 import bytecheckpoint as bcp
 from bytecheckpoint.storage_backends import StorageBackend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.transfer.journal import find_journals
-from tests.support.s3_faults import Exchange, FaultProxy
-from tests.support.transfer_launcher import Launcher
 
 __all__ = [
     "ENDS",
@@ -41,8 +41,8 @@ ENDS = [("complete", 0, 1), ("complete", 0, 1), ("put", 0, 1)]
 
 def records(root: Path) -> list[Any]:
     """Return the records of the only journal, from its bytes alone."""
-    [path] = [*root.glob("copy-*.journal")] or [path for path, _ in find_journals(str(root))]
-    data, at, found = Path(path).read_bytes(), 0, []
+    [path] = [*root.glob("copy-*.journal")] or [Path(path) for path, _ in find_journals(str(root))]
+    data, at, found = path.read_bytes(), 0, []
     while at < len(data):
         length, _ = struct.unpack_from("<IQ", data, at)
         found.append(msgpack.unpackb(data[at + 12 : at + 12 + length]))

@@ -41,7 +41,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         for group in self.param_groups:
             if not group["params"]:
                 continue
@@ -145,7 +145,7 @@ class ScaledAdam(FusedAdam):
         self.set_scaled_state(param, "master_param", torch.from_numpy(low))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         plain = FusedAdam([torch.zeros(1)])
         plain.param_groups = []
         held = []
@@ -180,7 +180,7 @@ def scaled_adam() -> Iterator[None]:
 
     names = ["transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"]
     modules = {name: types.ModuleType(name) for name in names}
-    modules[names[-1]].FusedAdam = ScaledAdam  # type: ignore[attr-defined]
+    modules[names[-1]].FusedAdam = ScaledAdam
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules, modules))
         stack.enter_context(mock.patch.object(optimizers, "Adam", ScaledAdam))

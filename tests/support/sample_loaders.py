@@ -203,7 +203,7 @@ def make_reader(kind: str, rank: int, world_size: int) -> Reader:
 
 def take(iterator: Iterator[Any], batches: int | None = None) -> list[list[int]]:
     """The next batches; all that are left by default."""
-    found = []
+    found: list[list[int]] = []
     while batches is None or len(found) < batches:
         batch = next(iterator, None)
         if batch is None:

@@ -108,7 +108,7 @@ class Ext4Disk:
         try:
             blocks = -(-os.fstat(fd).st_size // os.fstatvfs(fd).f_bsize)
             numbers = [struct.unpack("i", fcntl.ioctl(fd, _FIBMAP, struct.pack("i", at)))[0] for at in range(blocks)]
-            return min(filter(None, numbers)) * os.fstatvfs(fd).f_bsize
+            return int(min(filter(None, numbers))) * os.fstatvfs(fd).f_bsize
         finally:
             os.close(fd)
 

@@ -13,6 +13,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from forked_store import use_in_forked_child
+from s3_faults import fault_proxy
+from store_servers import Store
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
@@ -21,9 +24,6 @@ from bytecheckpoint.errors import BytecheckpointError, CheckpointError, Corrupti
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
-from tests.support.forked_store import use_in_forked_child
-from tests.support.s3_faults import fault_proxy
-from tests.support.store_servers import Store
 
 __all__ = ["CheckpointRows", "HttpRows"]
 

@@ -204,7 +204,7 @@ def _stalled_writes() -> threading.Event:
         SharedMemoryTransport.write = write  # type: ignore[method-assign]
         write(transport, *args)
 
-    SharedMemoryTransport.write = waiting  # type: ignore[method-assign]
+    SharedMemoryTransport.write = waiting  # type: ignore[method-assign, assignment]
     return gate
 
 
@@ -432,7 +432,8 @@ class ToyEngine:
         self.url = url
 
     def look(self) -> dict[str, Any]:
-        return self._post("/look", {})
+        seen: dict[str, Any] = self._post("/look", {})
+        return seen
 
     def fault(self, worker: int, what: str, argument: Any = None) -> None:
         self._post("/fault", {"worker": worker, "what": what, "argument": argument})

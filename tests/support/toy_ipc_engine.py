@@ -73,7 +73,7 @@ class _Worker:
 
 def _serve(pipe: Connection, tp: int, rank: int, dtype: str, cuda: bool) -> None:
     if not cuda:
-        checkpoint_engine_worker.DeviceManager = _Host  # type: ignore[misc,assignment]
+        checkpoint_engine_worker.DeviceManager = _Host
     worker = _Worker(tp, rank, getattr(torch, dtype), cuda)
     while True:
         try:

@@ -67,7 +67,7 @@ def _serve() -> None:
         if not pid:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             for function in (copy, copy_checkpoint, Transfer.__init__):
-                function.__kwdefaults__["window"] = window
+                function.__kwdefaults__["window"] = window  # type: ignore[index]
             try:
                 os._exit(cli(arguments, standalone_mode=False) or 0)
             except BaseException as error:

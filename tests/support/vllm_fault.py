@@ -38,32 +38,32 @@ class FaultyWorkers(WorkerExtension):
     tensors. ``bcp_test_fail_adapter()``: the next adapter that is put in ends as nothing."""
 
     def bcp_test_fail(self, rank: int) -> int:
-        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        parallel = self.vllm_config.parallel_config
         if parallel.data_parallel_index * parallel.world_size + parallel.rank == rank:
             load = VllmModel.load
 
             def broken(model: VllmModel, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-                VllmModel.load = load  # type: ignore[method-assign]
+                VllmModel.load = load
                 load(model, _ending(weights))
 
-            VllmModel.load = broken  # type: ignore[method-assign]
+            VllmModel.load = broken
         return rank
 
     def bcp_test_fail_adapter(self) -> None:
         put_in = VllmAdapters._put_in
 
         def broken(adapters: VllmAdapters, model: Any) -> None:
-            VllmAdapters._put_in = put_in  # type: ignore[method-assign]
+            VllmAdapters._put_in = put_in
             adapters._manager.remove_adapter(model.id)
             raise RuntimeError("the adapter does not fit")
 
-        VllmAdapters._put_in = broken  # type: ignore[method-assign]
+        VllmAdapters._put_in = broken
 
     def bcp_test_make_room(self) -> None:
         """For what comes from the pipeline stage before: on CPUs, vLLM (0.32) leaves that to a rehearsal that it makes
         for compiled models alone."""
-        runner = self.model_runner  # type: ignore[attr-defined]
-        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:  # type: ignore[attr-defined]
+        runner = self.model_runner
+        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
             runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
             )
@@ -71,7 +71,7 @@ class FaultyWorkers(WorkerExtension):
     def bcp_test_digest(self) -> dict[str, str]:
         """Of all that the model computes with: what is in it, and what layers make of ones that have packed their
         weights and let them go. Of adapters, what is in their slots."""
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        model = self.model_runner.get_model()
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name, layer in model.named_modules():
             if hasattr(layer, "cpu_linear"):

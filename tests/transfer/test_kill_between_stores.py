@@ -15,13 +15,7 @@ from click.testing import CliRunner
 pytest.importorskip("s3fs")
 
 import torch
-
-import bytecheckpoint as bcp
-from bytecheckpoint.cli import cli
-from bytecheckpoint.convert.copy import copy
-from bytecheckpoint.storage_backends import StorageBackend, open_backend
-from bytecheckpoint.testing import time_limit
-from tests.support.killed_copies import (
+from killed_copies import (
     ENDS,
     PARTS,
     WINDOW,
@@ -32,8 +26,14 @@ from tests.support.killed_copies import (
     pending_ids,
     upload_ids,
 )
-from tests.support.s3_faults import Exchange, FaultProxy, fault_proxy
-from tests.support.transfer_launcher import Launcher, launcher
+from s3_faults import Exchange, FaultProxy, fault_proxy
+from transfer_launcher import Launcher, launcher
+
+import bytecheckpoint as bcp
+from bytecheckpoint.cli import cli
+from bytecheckpoint.convert.copy import copy
+from bytecheckpoint.storage_backends import StorageBackend, open_backend
+from bytecheckpoint.testing import time_limit
 
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
 

@@ -17,14 +17,7 @@ from click.testing import CliRunner
 pytest.importorskip("s3fs")
 
 import torch
-
-import bytecheckpoint as bcp
-from bytecheckpoint.cli import cli
-from bytecheckpoint.convert.copy import finish_upload, unfinished_uploads
-from bytecheckpoint.storage_backends import open_backend
-from bytecheckpoint.testing import time_limit
-from bytecheckpoint.transfer.journal import find_journals
-from tests.support.killed_copies import (
+from killed_copies import (
     ENDS,
     PART,
     PARTS,
@@ -37,8 +30,15 @@ from tests.support.killed_copies import (
     pending_ids,
     upload_ids,
 )
-from tests.support.s3_faults import FaultProxy, fault_proxy
-from tests.support.transfer_launcher import Launcher, launcher
+from s3_faults import FaultProxy, fault_proxy
+from transfer_launcher import Launcher, launcher
+
+import bytecheckpoint as bcp
+from bytecheckpoint.cli import cli
+from bytecheckpoint.convert.copy import finish_upload, unfinished_uploads
+from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.testing import time_limit
+from bytecheckpoint.transfer.journal import find_journals
 
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
