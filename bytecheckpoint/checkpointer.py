@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from .checkpoint.checkpoint import Checkpoint
@@ -410,15 +411,20 @@ class Checkpointer:
     def close(self) -> None:
         """Finish the saves in flight and release threads and memory.
 
-        Does not raise the error of a save that failed; its handle does. The checkpointer cannot be used afterwards.
+        The checkpointer cannot be used afterwards.
+
+        Raises:
+            BytecheckpointError: The failure of an asynchronous save, after everything is released: unless its handle
+                was asked for the outcome, or a later save to the same folder is committed.
         """
         self._session.close()
 
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with suppress(Exception) if error is not None else nullcontext():  # which is the one to raise
+            self.close()
 
 
 @functools.cache

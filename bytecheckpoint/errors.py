@@ -39,6 +39,8 @@ Builtin base classes are in parentheses: ``except FileNotFoundError`` also catch
         ├── EngineError                   an inference engine failed or sent an invalid response
         └── DeadlineError (TimeoutError)  a wait exceeded its deadline; names the ranks that did not arrive
 
+    SaveFailedWarning (UserWarning)   an earlier asynchronous save failed, and nobody asked its handle for the outcome
+
 Did a failed save commit? ``error.may_have_committed`` answers it for every error in the tree:
 
 - False: the checkpoint is certainly not committed. What was at the path before is still there. It is safe to remove
@@ -79,6 +81,7 @@ __all__ = [
     "ReplicaMismatchError",
     "RootInUseError",
     "RuleError",
+    "SaveFailedWarning",
     "SavePendingError",
     "StateError",
     "StorageError",
@@ -309,6 +312,10 @@ class SavePendingError(BytecheckpointError, TimeoutError):
     """``SaveHandle.result`` or ``exception`` reached its ``timeout``. The save continues in the background."""
 
     may_have_committed = True
+
+
+class SaveFailedWarning(UserWarning):
+    """An earlier asynchronous save to the same folder failed, and nobody asked its handle for the outcome."""
 
 
 class CommitUnknownError(BytecheckpointError):

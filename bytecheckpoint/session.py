@@ -25,6 +25,7 @@ from .rules import Rules
 from .runtime.arguments import ARGUMENTS
 from .runtime.limits import DEFAULT_DEADLINE_S
 from .save.engine import DEFAULT_MERGE_MEMORY_BYTES, SaveEngine
+from .save.failures import FailedSaves
 from .save.gating import pass_gates
 from .save.handle import SaveHandle
 from .save.options import SaveRequest
@@ -47,6 +48,7 @@ class Session:
 
     Attributes:
         engine: Threads and memory.
+        failures: Saves that failed, and whose outcome nobody asked for.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Session:
         if directory := os.environ.get(TRACE_VARIABLE):
             _trace_into(directory)
         self.engine = SaveEngine(memory_budget=memory_budget, slots=slots, merge_memory=merge_memory)
+        self.failures = FailedSaves()
         self._communicator = communicator
         self._following: Operation | None = None
 
@@ -77,12 +80,16 @@ class Session:
             with _closing_on_failure(op):
                 with op.phase("check"):
                     request = make_request()
-                    assert request.location is not None
-                    backend = request.location.open(request.deadline_s)
+                    location = request.location
+                    assert location is not None
+                    backend = location.open(request.deadline_s)
+                    self.failures.warn(location)
                     op.set_description(f"save of {backend.url}")
                 with op.phase("state"):
                     state = make_state()
-            return save(self.engine, backend, op, state, request, is_async=is_async)
+            handle = save(self.engine, backend, op, state, request, is_async=is_async)
+            self.failures.follow(location, handle)
+            return handle
 
     def warm_up(
         self,
@@ -136,9 +143,10 @@ class Session:
         return Checkpoint(Index(found.backend, found.manifest), self.engine, reopen=reopen)
 
     def close(self) -> None:
-        """Finish the saves in flight and release threads and memory."""
+        """Finish the saves in flight and release threads and memory. Raises the failure of a save that is missed."""
         pass_gates(self.engine)
         self.engine.close()
+        self.failures.raise_for()
 
     @contextmanager
     def following(self, op: Operation, kind: str, deadline_s: float) -> Iterator[None]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..errors import BytecheckpointError, UsageError
-from ..save.handle import SaveHandle, SaveResult
+from ..errors import UsageError
+from ..save.handle import SaveHandle, SaveResult, failure_of
 
 __all__ = ["CallbackRunner", "Callbacks"]
 
@@ -70,7 +69,7 @@ class CallbackRunner:
         for handle in self._unstaged[:]:
             if handle.staged():
                 self._unstaged.remove(handle)
-                if not handle.done() or handle.exception() is None:
+                if not handle.done() or failure_of(handle) is None:
                     _call(self._callbacks.on_staged, handle)
 
     def removed(self, url: str) -> None:
@@ -78,15 +77,15 @@ class CallbackRunner:
         _call(self._callbacks.on_removed, url)
 
     def _uploaded(self, handle: SaveHandle) -> None:
-        with suppress(BytecheckpointError):
+        if failure_of(handle, uploaded=True) is None:
             _call(self._callbacks.on_uploaded, handle.uploaded())
 
     def _ended(self, handle: SaveHandle) -> None:
-        error = handle.exception()
+        error = failure_of(handle)
         if error is None:
             _call(self._callbacks.on_committed, handle.result())
-        else:
-            _call(self._callbacks.on_failed, handle, error)
+        elif self._callbacks.on_failed is not None:
+            _call(self._callbacks.on_failed, handle, handle.exception())
 
 
 def _call(callback: Callable[..., object] | None, *arguments: Any) -> None:

@@ -20,7 +20,7 @@ import msgpack
 from ..control.agreement import describe_disagreement
 from ..control.base import Operation
 from ..errors import DisagreementError, RootInUseError, StorageError, without_userinfo
-from ..save.handle import SaveHandle
+from ..save.handle import SaveHandle, failure_of
 from ..session import Session
 from .options import Cadence, Preemption
 from .signals import SignalWatch
@@ -72,9 +72,6 @@ class CoordinationRounds:
 class SavesInFlight:
     """This rank's unfinished saves, oldest first; at most ``limit`` run at a time. For the training thread.
 
-    A save may have ended on one rank but not yet on another. Whether one failed is therefore settled in a round: all
-    ranks raise its cause, or none does.
-
     Attributes:
         guard: Raises ``RootInUseError`` if this job has lost the root. A save whose files another job has removed for
             that reason may fail before this job has noticed it.
@@ -94,19 +91,20 @@ class SavesInFlight:
     def is_any_running(self) -> bool:
         return any(not handle.done() for handle in tuple(self._saves))
 
-    def settle(self, op: Operation) -> None:
-        """Forget saves that ended on this rank. If one failed on any rank, raise its cause on every rank.
+    def settle(self, op: Operation) -> bool:
+        """Forget saves that ended on this rank, and return whether one of them failed.
 
-        The failure reaches this rank at the latest in the round's next exchange. Every rank must then call ``drain``,
-        so that its own part of the same failure is not raised again.
+        The next save warns of it, and ``CheckpointManager.close`` raises it, unless a later one is committed. If this
+        job has lost the root, every rank raises ``RootInUseError``.
         """
+        has_failed = False
         with op.phase(_EARLIER_SAVES):
             while self._saves and self._saves[0].done():
-                try:
-                    self._saves.popleft().result()
-                except StorageError as error:
+                error = failure_of(self._saves.popleft())
+                has_failed |= error is not None
+                if isinstance(error, StorageError):
                     self._raise_if_lost(error)
-                    raise
+        return has_failed
 
     def _raise_if_lost(self, error: StorageError) -> None:
         try:
@@ -119,22 +117,23 @@ class SavesInFlight:
     def wait_for_room(self, op: Operation) -> None:
         """Wait until one more save may begin on all ranks. Raises like ``settle``."""
         while self.is_full():
-            self._saves[0].exception()
+            failure_of(self._saves[0])
             self.settle(op)
         op.barrier(_EARLIER_SAVES)
 
-    def finish(self, op: Operation) -> None:
-        """Wait for all saves on all ranks. Raises like ``settle``."""
+    def finish(self, op: Operation) -> bool:
+        """Wait for all saves on all ranks. Returns and raises like ``settle``."""
         for handle in self._saves:
-            handle.exception()
-        self.settle(op)
+            failure_of(handle)
+        has_failed = self.settle(op)
         op.barrier(_EARLIER_SAVES)
+        return has_failed
 
     def drain(self) -> None:
         """Wait for all saves of this rank and log failures. Exchanges nothing with other ranks. Never raises."""
         while self._saves:
             handle = self._saves.popleft()
-            error = handle.exception()
+            error = failure_of(handle)
             if error is not None:
                 _log.error("%s was not saved: %s", without_userinfo(handle.url), error)
 

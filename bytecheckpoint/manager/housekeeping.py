@@ -17,7 +17,7 @@ from ..checkpoint.manifest_file import read_manifest
 from ..checkpoint.references import pins_of, release, sweep
 from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UsageError
 from ..format.manifest import MANIFEST_KEY
-from ..save.handle import SaveHandle
+from ..save.handle import SaveHandle, failure_of
 from ..storage_backends import StorageBackend, check_key
 from .options import Retention
 
@@ -254,8 +254,4 @@ class Housekeeping(Cleaner):
 
 def _is_committed(save: SaveHandle) -> bool:
     """Whether the save is committed below the root, for which this waits."""
-    try:
-        save.uploaded()
-    except BaseException:  # noqa: BLE001 - the handle raises it for those who wait
-        return False
-    return True
+    return failure_of(save, uploaded=True) is None

@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from ..checkpoint.selection import Selection
 from ..checkpointer import Checkpointer, session_of
 from ..control.base import Operation
 from ..control.peers import PeerIdentity
-from ..errors import CheckpointError, KeyNotFoundError, UnsupportedVersionError, UsageError
+from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UnsupportedVersionError, UsageError
 from ..load.options import Cast, LoadOptions, LoadRequest, Rename, Strictness
 from ..load.report import LoadReport
 from ..runtime.arguments import STEP, check_arguments, check_choice, deadline_of, options_of
@@ -362,8 +362,11 @@ class CheckpointManager:
             DisagreementError: The ranks passed different steps.
             RootInUseError: Another job has taken the root over.
             SystemExit: All ranks saved because of a preemption signal, and ``Preemption.action`` is "exit".
-            BytecheckpointError: Whatever ``bytecheckpoint.save`` raises, and on all ranks the failure of an earlier
-                save in the background. Nothing was saved; call ``save`` again to continue.
+            BytecheckpointError: Whatever ``bytecheckpoint.save`` raises. Nothing was saved; call ``save`` again to
+                continue.
+
+        Warns:
+            SaveFailedWarning: An earlier save failed in the background, and nobody asked its handle for the outcome.
         """
         self._check_usable()
         self._callbacks.poll()
@@ -393,7 +396,8 @@ class CheckpointManager:
         """Wait until all saves are committed, and with a tier uploaded.
 
         Raises:
-            BytecheckpointError: The failure of a save or of an upload, on all ranks.
+            BytecheckpointError: The failure of the last save, unless its handle was asked for the outcome, or of an
+                upload; on all ranks.
         """
         self._check_usable()
         self._finish_saves()
@@ -402,14 +406,18 @@ class CheckpointManager:
 
     def _finish_saves(self) -> None:
         with self._rounds.round() as op, self._settling():
-            self._resources.in_flight.finish(op)
+            if self._resources.in_flight.finish(op):
+                self._coordinator.save_failed()
+            with op.phase("earlier saves"):
+                self._session.failures.raise_for(self._any_checkpoint)
+            op.barrier("outcome")
         self._callbacks.poll()
 
     def close(self) -> None:
         """Wait for all saves, then release the lease, the signal handlers and the threads.
 
         Raises:
-            BytecheckpointError: The failure of a save, after everything is released.
+            BytecheckpointError: What ``wait`` raises, after everything is released.
         """
         if self._resources.is_released or self._resources.is_inherited:
             return
@@ -512,6 +520,10 @@ class CheckpointManager:
         root.silence.is_silent |= is_silent
         return name
 
+    @property
+    def _any_checkpoint(self) -> Location:
+        return self.root.join(self._names.of(0))
+
     def _coordinate(
         self,
         op: Operation,
@@ -530,7 +542,8 @@ class CheckpointManager:
                     self._resources.lease.raise_if_lost()
             in_flight = self._resources.in_flight
             is_busy = in_flight.is_full()
-            in_flight.settle(op)
+            if in_flight.settle(op):
+                self._coordinator.save_failed()
             decision = self._coordinator.decide(op, call, is_busy=is_busy)
             if decision.save:
                 in_flight.wait_for_room(op)
@@ -544,6 +557,8 @@ class CheckpointManager:
         except BaseException:
             self._coordinator.save_failed()
             self._resources.in_flight.drain()
+            with suppress(BytecheckpointError):
+                self._session.failures.raise_for(self._any_checkpoint)
             raise
 
     def _begin_save(

@@ -17,9 +17,9 @@ from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of
 from ..checkpoint.location import Location, Tier
 from ..checkpoint.manifest_file import adopt, decode_manifest, read_manifest, read_manifest_bytes
 from ..checkpoint.nearest import open_staging
-from ..errors import BytecheckpointError, CheckpointError, StorageError, UsageError
+from ..errors import BytecheckpointError, CheckpointError, SavePendingError, StorageError, UsageError
 from ..format.manifest import MANIFEST_KEY
-from ..save.handle import SaveHandle
+from ..save.handle import SaveHandle, failure_of
 from ..storage_backends.local.backend import LocalBackend
 from ..transfer.journal import find_journals
 from ..transfer.staged import continue_upload, is_pending, remove_superseded
@@ -114,24 +114,19 @@ class StagingFolder(Cleaner):
     def wait(self) -> None:
         """Wait until all saves are uploaded. Raises the failure of the first one that failed since the last call."""
         saves, self._unfinished = self._unfinished, []
-        failures = []
-        for save in saves:
-            try:
-                save.uploaded()
-            except BytecheckpointError as error:
-                failures.append(error)
+        failures = [failure_of(save, uploaded=True) for save in saves if failure_of(save) is None]
         with suppress(RuntimeError):  # the checkpointer is closed, which has waited
             self.uploads.submit(int).result()  # after the removals that follow the uploads
-        if failures:
-            raise failures[0]
+        for error in filter(None, failures):
+            raise error
 
     def leave(self, timeout_s: float) -> None:
         """Wait for uploads for so long, and stop them then: the next job, or ``bcp upload``, continues them."""
         end = time.monotonic() + timeout_s
         saves, self._unfinished = self._unfinished, []
         for save in saves:
-            with suppress(BytecheckpointError):  # logged already, or it has not ended
-                save.uploaded(max(0.0, end - time.monotonic()))
+            with suppress(SavePendingError):
+                failure_of(save, max(0.0, end - time.monotonic()), uploaded=True)
         wait([self._begun], max(0.0, end - time.monotonic()))
         if not all([self._begun.done(), *(save.is_uploaded() for save in saves)]):
             _log.warning("%s: not everything is uploaded; the next job, or bcp upload, continues", self._folder.url)
@@ -199,7 +194,8 @@ class StagingFolder(Cleaner):
     def _after_upload(self, name: str, save: SaveHandle) -> None:
         self.forget(name)
         try:
-            save.uploaded()
+            if (failure := failure_of(save, uploaded=True)) is not None:
+                raise failure
             self._continue(gives_up=True)  # the checkpoint that is uploaded now is later than all of them
             self._remove_old()
         except (BytecheckpointError, OSError) as error:
@@ -236,8 +232,4 @@ class StagingFolder(Cleaner):
 
 
 def _has_failed(save: SaveHandle) -> bool:
-    try:
-        save.uploaded()
-    except BytecheckpointError:
-        return True
-    return False
+    return failure_of(save, uploaded=True) is not None

@@ -12,7 +12,7 @@ from ..telemetry.trace import Timings
 from ..transfer.transfer import TransferReport
 from .lifecycle import SaveLifecycle
 
-__all__ = ["SaveHandle", "SaveProgress", "SaveResult"]
+__all__ = ["SaveHandle", "SaveProgress", "SaveResult", "failure_of"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class SaveHandle:
         self._staging: Staging | None = None
         self._upload: SaveLifecycle[TransferReport] | None = None
         self._bytes_total = 0
+        self._is_asked = False
 
     def staged(self) -> bool:
         """Return whether the state is copied.
@@ -141,7 +142,10 @@ class SaveHandle:
             CommitUnknownError: The checkpoint may or may not exist.
             BytecheckpointError: The failure, on whichever rank it occurred. Nothing was committed.
         """
-        return self._lifecycle.result(timeout)
+        try:
+            return self._lifecycle.result(timeout)
+        finally:
+            self._is_asked |= self.done()
 
     def uploaded(self, timeout: float | None = None) -> SaveResult:
         """Wait until the checkpoint is committed at the path of the save; without a tier, the same as ``result``.
@@ -174,7 +178,20 @@ class SaveHandle:
         Raises:
             SavePendingError: The save has not ended after ``timeout`` seconds and continues.
         """
-        return self._lifecycle.exception(timeout)
+        try:
+            return self._lifecycle.exception(timeout)
+        finally:
+            self._is_asked |= self.done()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether ``result``, ``exception`` or ``uploaded`` has answered how the save ended.
+
+        The failure of an asynchronous save for which nobody asks is a ``SaveFailedWarning`` in the next save to the
+        same folder, and an error of ``CheckpointManager.close`` and ``Checkpointer.close``, unless a later save to the
+        folder is committed.
+        """
+        return self._is_asked
 
     def add_done_callback(self, callback: Callable[[SaveHandle], None]) -> None:
         """Call ``callback(handle)`` when the save has ended: after the commit, or with the failure.
@@ -210,3 +227,13 @@ class SaveHandle:
 
     def _release_staging(self) -> None:
         self._staging = None
+
+
+def failure_of(save: SaveHandle, timeout: float | None = None, *, uploaded: bool = False) -> BaseException | None:
+    """Wait until a save has ended, or with ``uploaded`` its upload; return the error. Does not count as asking for it.
+
+    Raises ``SavePendingError``.
+    """
+    if uploaded and save._upload is not None:
+        return save._upload.exception(timeout)
+    return save._lifecycle.exception(timeout)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from bytecheckpoint.errors import (
     MismatchError,
     NoValidCheckpointError,
     RootInUseError,
+    SaveFailedWarning,
     StorageError,
     StorageFullError,
     UnknownObjectError,
@@ -265,33 +266,64 @@ def test_skipping_when_busy(tmp_path: Path, held: threading.Event) -> None:
     assert _names(tmp_path) == ["step-1", "step-3"]
 
 
-@pytest.mark.parametrize("how", ["save", "wait", "close", "with"])
-def test_a_failure_in_the_background_is_raised(tmp_path: Path, how: str) -> None:
+def _fail_in_background(manager: bcp.CheckpointManager, step: int) -> bcp.SaveHandle:
+    """Save, and wait until that has failed, without asking the handle for the outcome."""
+    ended = threading.Event()
+
     def fail(name: str, event: str) -> None:
         if name == "save.write" and event == "enter":
             raise OSError("a broken disk")
 
-    manager = bcp.CheckpointManager(tmp_path, cadence=1)
     stop = telemetry.observe(fail)
     try:
-        handle = manager.save(1, _state())
+        handle = manager.save(step, _state())
         assert handle is not None
-        handle.exception()
+        handle.add_done_callback(lambda _: ended.set())
+        assert ended.wait(time_limit(60))
     finally:
         stop()
-    calls: dict[str, Callable[[], object]] = {
-        "save": lambda: manager.save(2, _state()),
-        "wait": manager.wait,
-        "close": manager.close,
-        "with": lambda: manager.__exit__(None, None, None),
-    }
+    return handle
+
+
+@pytest.mark.parametrize("how", ["wait", "close", "with"])
+def test_a_failure_in_the_background_is_raised_at_the_end(tmp_path: Path, how: str) -> None:
+    manager = bcp.CheckpointManager(tmp_path, cadence=1)
+    _fail_in_background(manager, 1)
+    calls = {"wait": manager.wait, "close": manager.close, "with": lambda: manager.__exit__(None, None, None)}
     with pytest.raises(OSError, match="a broken disk"):
         calls[how]()
-    if how in ("save", "wait"):
-        assert manager.save(2, _state(2.0)) is not None
-        manager.close()
-        assert _value(tmp_path) == 2.0
+    manager.close()  # what was raised is not raised again
     assert not (tmp_path / LEASE_KEY).exists()
+
+
+def test_the_next_save_warns_of_a_failure_in_the_background(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, cadence=1) as manager:
+        _fail_in_background(manager, 1)
+        with pytest.warns(SaveFailedWarning, match=r"step-1 was not saved, .*: a broken disk"):
+            handle = manager.save(2, _state(2.0))
+        assert handle is not None
+        handle.result()
+        manager.save(3, _state(3.0))  # warns no more
+    assert _value(tmp_path) == 3.0
+
+
+def test_a_failure_in_the_background_after_which_no_save_is_committed(tmp_path: Path) -> None:
+    manager = bcp.CheckpointManager(tmp_path, cadence=1)
+    _fail_in_background(manager, 1)
+    with pytest.warns(SaveFailedWarning, match="step-1 was not saved"):
+        _fail_in_background(manager, 2)
+    with pytest.raises(OSError, match="a broken disk"):
+        manager.close()
+
+
+def test_who_asked_for_the_outcome_is_not_warned(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, cadence=1) as manager:
+        assert isinstance(_fail_in_background(manager, 1).exception(), OSError)
+        manager.save(1, _state(1.0))  # the same step
+        failed = _fail_in_background(manager, 2)
+        with pytest.raises(OSError, match="a broken disk"):
+            failed.result()
+    assert _value(tmp_path) == 1.0
 
 
 def test_an_error_in_the_training_loop_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

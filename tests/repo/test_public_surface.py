@@ -199,7 +199,7 @@ def drawn_tree(text: str) -> dict[str, list[str]]:
     parents: dict[str, list[str]] = {}
     stack: list[tuple[int, str]] = []
     for line in text.splitlines():
-        found = re.match(r"    ([│ ├└─]*)([A-Z]\w+Error)\b(?: \((\w+)\))?", line)
+        found = re.match(r"    ([│ ├└─]*)([A-Z]\w+(?:Error|Warning))\b(?: \((\w+)\))?", line)
         if found:
             depth, name = len(found[1]), found[2]
             while stack and stack[-1][0] >= depth:

@@ -1,0 +1,70 @@
+"""Asynchronous saves that failed, and whose outcome nobody asked for: they must not be missed."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+from ..checkpoint.location import Location
+from ..errors import SaveFailedWarning, without_userinfo
+from .handle import SaveHandle, failure_of
+
+__all__ = ["FailedSaves"]
+
+_CALLERS = 6  # frames from here to the caller of ``save``
+
+
+class FailedSaves:
+    """The last failed save below each root of which no later save was committed. Thread-safe.
+
+    ``follow`` and ``warn`` get the location of a checkpoint; its root is the folder that it is in.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failed: dict[str, SaveHandle] = {}
+        self._warned: set[int] = set()
+
+    def follow(self, location: Location, save: SaveHandle) -> None:
+        """Remember this save if it fails; once it is committed, forget those before it."""
+        root = _root_of(location)
+
+        def ended(save: SaveHandle) -> None:
+            with self._lock:
+                if failure_of(save) is None:
+                    self._failed.pop(root, None)
+                else:
+                    self._failed[root] = save
+
+        save.add_done_callback(ended)
+
+    def warn(self, location: Location) -> None:
+        """Before a save to this location, warn of the one before it, once."""
+        failed = self._failed.get(_root_of(location))
+        if failed is None or failed.is_asked or id(failed) in self._warned:
+            return
+        self._warned = {id(failed)}  # which `_failed` keeps alive
+        warnings.warn(
+            f"{without_userinfo(failed.url)} was not saved, and nobody asked for its outcome: {failure_of(failed)}",
+            SaveFailedWarning,
+            stacklevel=_CALLERS,
+        )
+
+    def raise_for(self, location: Location | None = None) -> None:
+        """Forget the failed saves beside this location, or all; raise the error of one whose outcome nobody asked for.
+
+        Raises:
+            BytecheckpointError: What ``SaveHandle.result`` raises.
+        """
+        with self._lock:
+            if location is None:
+                saves, self._failed = list(self._failed.values()), {}
+            else:
+                saves = [save for save in [self._failed.pop(_root_of(location), None)] if save is not None]
+        for save in saves:
+            if not save.is_asked:
+                save.result()
+
+
+def _root_of(location: Location) -> str:
+    return location.url.rstrip("/").rpartition("/")[0]
