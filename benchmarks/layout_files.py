@@ -17,7 +17,7 @@ import xxhash
 import zstandard
 
 from benchmarks.target_layout import LayoutTensor, Placement, TargetLayout
-from bytecheckpoint.inference.layouts.strided import StridedView
+from bytecheckpoint.inference.layouts.parts import StridedView
 from bytecheckpoint.tensors.dtypes import find_dtype
 
 _MOST_NUMBERS = 16  # in one name

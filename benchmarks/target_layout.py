@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from bytecheckpoint.errors import StateError
-from bytecheckpoint.inference.layouts.parts import Part, without_duplicates
+from bytecheckpoint.inference.layouts.parts import Part, StridedView, box_of, without_duplicates
 from bytecheckpoint.inference.layouts.recording import Copy, Recorder, storage_identity
-from bytecheckpoint.inference.layouts.strided import StridedView, box_of
 from bytecheckpoint.tensors.dtypes import DType
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.shards import basic_meta

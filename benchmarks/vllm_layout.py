@@ -34,8 +34,8 @@ from benchmarks.hub_shapes import StoredTensor, hub_shapes
 from benchmarks.target_layout import TargetLayout
 from bytecheckpoint.errors import StateError, UsageError
 from bytecheckpoint.inference.layouts.hub_names import hub_tensors
+from bytecheckpoint.inference.layouts.parts import StridedView
 from bytecheckpoint.inference.layouts.recording import Recorder
-from bytecheckpoint.inference.layouts.strided import StridedView
 
 __all__ = ["EngineRank", "engine_model", "layout_of"]
 

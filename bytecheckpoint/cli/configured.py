@@ -14,8 +14,8 @@ import torch
 from ..convert.export import Part
 from ..errors import StateError
 from ..inference.layouts.hub_names import hub_tensors
+from ..inference.layouts.parts import StridedView, box_of
 from ..inference.layouts.recording import Recorder
-from ..inference.layouts.strided import StridedView, box_of
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
 

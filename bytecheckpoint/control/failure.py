@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from .. import errors
 from ..errors import BytecheckpointError, DeadlineError, MismatchError, RankFailedError, RuleError, without_userinfo
 from .peers import PeerIdentity
 
-__all__ = ["FailureRecord"]
+__all__ = ["FailureRecord", "faults_of", "library_error", "message_of", "traceback_text_of"]
 
 _MESSAGE_LIMIT_CHARACTERS = 1 << 22  # a mismatch error may list every name of a large model
 _TRACEBACK_LIMIT_CHARACTERS = 1 << 18
@@ -50,17 +51,16 @@ class FailureRecord:
             return cls(*where, message="", traceback_text=error.traceback_text, text=str(error))
         known = [getattr(errors, name) for name in errors.__all__]
         raised_as = next((base.__name__ for base in type(error).__mro__ if base in known), "RankFailedError")
-        faults = getattr(error, "faults", []) if isinstance(error, tuple(_WITH_FAULTS.values())) else []
         return cls(
             rank=here.rank,
             host=here.host,
             pid=here.pid,
             phase=phase,
             error_type=type(error).__name__,
-            message=_shorten(_message_of(error), _MESSAGE_LIMIT_CHARACTERS),
-            traceback_text=_shorten(_traceback_text_of(error), _TRACEBACK_LIMIT_CHARACTERS),
+            message=_shorten(message_of(error), _MESSAGE_LIMIT_CHARACTERS),
+            traceback_text=_shorten(traceback_text_of(error), _TRACEBACK_LIMIT_CHARACTERS),
             raised_as=raised_as,
-            faults=[[str(part) for part in fault] for fault in faults],
+            faults=faults_of(error),
         )
 
     @classmethod
@@ -109,29 +109,36 @@ class FailureRecord:
         cause = self.rank_failed()
         if self.raised_as == RankFailedError.__name__:
             return cause
-        raised: BytecheckpointError
-        if self.raised_as in _WITH_FAULTS:
-            faults = [(kind, name, detail) for kind, name, detail in self.faults]
-            raised = _WITH_FAULTS[self.raised_as](self.message, faults)
-        else:
-            raised = _library_class(self.raised_as)(self.message)
+        raised = library_error(self.raised_as, self.message, self.faults)
         raised.__cause__ = cause
         return raised
 
 
-def _library_class(name: str) -> Any:
-    found = getattr(errors, name) if name in errors.__all__ else BytecheckpointError
-    return found if issubclass(found, BytecheckpointError) else BytecheckpointError
+def library_error(name: str, message: str, faults: Sequence[Sequence[str]]) -> BytecheckpointError:
+    """Make an error of the class of this name, or of the base class if the library has no such class."""
+    if name in _WITH_FAULTS:
+        return _WITH_FAULTS[name](message, [(kind, what, detail) for kind, what, detail in faults])
+    found: Any = getattr(errors, name) if name in errors.__all__ else BytecheckpointError
+    made: BytecheckpointError = (found if issubclass(found, BytecheckpointError) else BytecheckpointError)(message)
+    return made
 
 
-def _message_of(error: BaseException) -> str:
+def faults_of(error: BaseException) -> list[list[str]]:
+    """Return the faults that an error lists, as text."""
+    found = getattr(error, "faults", []) if isinstance(error, tuple(_WITH_FAULTS.values())) else []
+    return [[str(part) for part in fault] for fault in found]
+
+
+def message_of(error: BaseException) -> str:
+    """Return an error's text, even if its ``str`` raises."""
     try:
         return without_userinfo(str(error))
     except Exception:  # noqa: BLE001 - __str__ of a foreign exception may raise anything; the report must still be sent
         return "(its message cannot be shown)"
 
 
-def _traceback_text_of(error: BaseException) -> str:
+def traceback_text_of(error: BaseException) -> str:
+    """Return an error's traceback, even if its ``str`` raises."""
     try:
         return without_userinfo("".join(traceback.format_exception(type(error), error, error.__traceback__)))
     except Exception:  # noqa: BLE001 - formatting calls into the foreign exception, as above

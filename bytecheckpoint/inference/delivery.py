@@ -15,8 +15,8 @@ from ..load.shared_reads.negotiation import ShareReads
 from ..load.shared_reads.run import read_together
 from ..tensors.geometry import Box
 from ..tensors.shards import torch_dtype
+from .layouts.parts import StridedView, box_of
 from .layouts.recording import Copy, ReadView, Recorder
-from .layouts.strided import StridedView, box_of
 
 __all__ = ["DeliveryReport", "StoredWeights"]
 
@@ -135,12 +135,8 @@ class StoredWeights:
         """The read, with a cast, that replaces ``copy``; None if the elements are in a different order."""
         row, shape, _ = self._stored(copy.name)
         found = box_of(shape, copy.view)
-        if found is None:
-            return None
-        try:
-            return row, found.box, copy.target.permute(found.order).view(found.box.lengths)
-        except RuntimeError:  # the target's strides do not allow this view
-            return None
+        target = None if found is None else found.undo(copy.target)
+        return None if found is None or target is None else (row, found.box, target)
 
     def _read_and_copy(self, copies: Sequence[Copy]) -> None:
         parts: list[_Part] = []
@@ -167,9 +163,7 @@ class StoredWeights:
             whole = torch.empty(shape, dtype=dtype)
             return (row, Box.whole(shape), whole), whole.as_strided(view.shape, view.strides, view.offset)
         part = torch.empty(found.box.lengths, dtype=dtype)
-        ordered = part.reshape([view.shape[d] for d in found.order])
-        inverse = sorted(range(len(found.order)), key=found.order.__getitem__)
-        return (row, found.box, part), ordered.permute(inverse)
+        return (row, found.box, part), found.apply(part, view)
 
     def _batches(self, copies: Sequence[Copy]) -> Iterator[list[Copy]]:
         """``copies`` in batches whose scratch memory stays within the limit."""

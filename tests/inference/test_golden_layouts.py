@@ -21,7 +21,7 @@ from sampling import sample
 from benchmarks.hub_shapes import hub_shapes
 from benchmarks.layout_files import digest, unpack
 from benchmarks.target_layout import LayoutTensor, TargetLayout
-from bytecheckpoint.inference.layouts.strided import box_of
+from bytecheckpoint.inference.layouts.parts import box_of
 from bytecheckpoint.tensors.geometry import Box, find_overlap
 from bytecheckpoint.tensors.shards import basic_meta
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
+from bytecheckpoint.inference.layouts.parts import StridedView, box_of
 from bytecheckpoint.inference.layouts.recording import Copy, Recorder
-from bytecheckpoint.inference.layouts.strided import StridedView, box_of
 
 
 def _real(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:

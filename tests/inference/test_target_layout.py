@@ -16,8 +16,8 @@ from torch import nn
 from benchmarks.layout_files import digest, pack, unpack
 from benchmarks.target_layout import TargetLayout
 from bytecheckpoint.errors import StateError
+from bytecheckpoint.inference.layouts.parts import StridedView
 from bytecheckpoint.inference.layouts.recording import Recorder
-from bytecheckpoint.inference.layouts.strided import StridedView
 from bytecheckpoint.tensors.dtypes import DTYPES
 
 HIDDEN, VOCABULARY, EXPERTS = 8, 10, 3

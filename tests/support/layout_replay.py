@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from benchmarks.target_layout import TargetLayout
-from bytecheckpoint.inference.layouts.strided import StridedView, box_of
+from bytecheckpoint.inference.layouts.parts import StridedView, box_of
 from bytecheckpoint.tensors.geometry import Box
 
 

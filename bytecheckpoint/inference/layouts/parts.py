@@ -1,14 +1,22 @@
-"""Parts of stored tensors that one rank of an inference engine requests."""
+"""Parts of stored tensors that one rank of an inference engine requests, and the views by which its loader copies them.
+
+A weight loader slices, transposes and reshapes a stored tensor before it copies a part of it. If the result has exactly
+the elements of one box, only that box has to be read. ``box_of`` finds the box and the order of the view's dimensions
+in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...tensors.dtypes import DType
-from ...tensors.geometry import Box
+import torch
 
-__all__ = ["Part", "without_duplicates"]
+from ...tensors.dtypes import DType
+from ...tensors.geometry import Box, row_major_strides
+
+__all__ = ["BoxView", "Part", "StridedView", "box_of", "without_duplicates"]
 
 
 @dataclass(frozen=True)
@@ -38,3 +46,98 @@ def without_duplicates(parts: Iterable[Part]) -> list[Part]:
         if len(same) == 1 or not any(other != one and other.box.contains(one.box) for other in same)
     }
     return [part for part in distinct if part in largest]
+
+
+@dataclass(frozen=True)
+class StridedView:
+    """A view of a tensor in row-major order; ``offset`` and ``strides`` count elements."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BoxView:
+    """A view that shows ``box``: permute its dimensions to ``order``, then reshape it to the box's lengths."""
+
+    box: Box
+    order: tuple[int, ...]
+
+    def undo(self, target: torch.Tensor) -> torch.Tensor | None:
+        """Return a view of ``target``, which has the shape of the strided view, in the shape of the box; None if its
+        strides do not allow that."""
+        try:
+            return target.permute(self.order).view(self.box.lengths)
+        except RuntimeError:
+            return None
+
+    def apply(self, elements: torch.Tensor, view: StridedView) -> torch.Tensor:
+        """Return the elements of the box, which are contiguous, in the shape of the strided view."""
+        permuted = elements.reshape([view.shape[d] for d in self.order])
+        return permuted.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+
+def box_of(shape: Sequence[int], view: StridedView) -> BoxView | None:
+    """The box that ``view`` of a tensor of ``shape`` shows, each element once; None if there is no such box."""
+    order = tuple(sorted(range(len(view.shape)), key=lambda d: (-view.strides[d], d)))
+    if view.numel == 0:
+        return BoxView(Box((0,) * len(shape), _empty(shape)), order)
+    offsets = _index_of(view.offset, shape)
+    lengths = [1] * len(shape)
+    strides = row_major_strides(shape)
+    innermost = len(shape)  # dimensions from here on have their final length
+    for size, stride in reversed(_runs(view, order)):
+        at = _dimension(stride, strides, shape, innermost)
+        if at is None:
+            return None
+        while size > 1:
+            if at < 0:
+                return None
+            if size <= shape[at]:
+                lengths[at], size = size, 1
+            elif size % shape[at] == 0:
+                lengths[at], size = shape[at], size // shape[at]
+            else:
+                return None
+            innermost, at = at, at - 1
+    if any(offset + length > size for offset, length, size in zip(offsets, lengths, shape, strict=True)):
+        return None
+    return BoxView(Box(tuple(offsets), tuple(lengths)), order)
+
+
+def _runs(view: StridedView, order: Sequence[int]) -> list[tuple[int, int]]:
+    """``(size, stride)`` of the view's dimensions in ``order``, widest stride first.
+
+    Dimensions of one element are left out, and contiguous neighbours are merged.
+    """
+    runs: list[tuple[int, int]] = []
+    for d in order:
+        size, stride = view.shape[d], view.strides[d]
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == size * stride:
+            runs[-1] = (runs[-1][0] * size, stride)
+        else:
+            runs.append((size, stride))
+    return runs
+
+
+def _dimension(stride: int, strides: Sequence[int], shape: Sequence[int], below: int) -> int | None:
+    """The last dimension before ``below`` that has this stride and more than one element."""
+    return next((d for d in reversed(range(below)) if strides[d] == stride and shape[d] > 1), None)
+
+
+def _index_of(offset: int, shape: Sequence[int]) -> list[int]:
+    index = []
+    for stride, size in zip(row_major_strides(shape), shape, strict=True):
+        index.append(offset // stride % size if size else 0)
+    return index
+
+
+def _empty(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(0 if d == 0 else size for d, size in enumerate(shape))

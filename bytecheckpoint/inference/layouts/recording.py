@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .strided import StridedView
+from .parts import StridedView
 
 __all__ = ["Copy", "Recorder", "UnrecordedWrites", "storage_identity", "tensor_in_use", "uncovered"]
 

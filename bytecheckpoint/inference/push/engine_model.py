@@ -19,9 +19,8 @@ from ...tensors.dtypes import DType, is_lossless_cast
 from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import basic_meta, torch_dtype
-from ..layouts.parts import Part, without_duplicates
+from ..layouts.parts import Part, StridedView, box_of, without_duplicates
 from ..layouts.recording import Copy, Recorder, UnrecordedWrites, storage_identity, tensor_in_use, uncovered
-from ..layouts.strided import StridedView, box_of
 from .layout import ChunkStore, Layout
 from .messages import Table, check_faults
 from .quantization.blocks import Blocks, check_quantizable
@@ -207,13 +206,11 @@ class ChunkedTensors:
         meta = self._metas[copy.name]
         found = box_of(meta.shape, copy.view)
         if found is not None:
-            part = self._part_with(copy.name, found.box, _wire_dtype(meta.dtype, copy.target))
-            try:
-                target = copy.target.permute(found.order).view(found.box.lengths)
-            except RuntimeError:  # the target's strides do not allow a view
-                pass
-            else:
-                self._fill(target, found.box, part)
+            target = found.undo(copy.target)
+            if target is not None:
+                self._fill(
+                    target, found.box, self._part_with(copy.name, found.box, _wire_dtype(meta.dtype, copy.target))
+                )
                 return
         copy_elements(copy.target, self._view(copy.name, copy.view, _wire_dtype(meta.dtype, copy.target)))
 
@@ -230,8 +227,7 @@ class ChunkedTensors:
         self._fill(out, box, part)
         if found is None:
             return out.as_strided(view.shape, view.strides, view.offset)
-        permuted = out.reshape([view.shape[d] for d in found.order])
-        return permuted.permute(sorted(range(len(found.order)), key=found.order.__getitem__))
+        return found.apply(out, view)
 
     def _fill(self, out: torch.Tensor, box: Box, part: int) -> None:
         for number, held, common in self._layout.overlaps(part, box):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ import xxhash
 import zstandard
 
 from ... import errors
+from ...control.failure import faults_of, library_error, message_of, traceback_text_of
 from ...errors import BytecheckpointError, EngineError, FormatError, MismatchError
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
@@ -52,6 +52,7 @@ E = TypeVar("E", bound=BaseException)
 Faults = Sequence[tuple[str, str, str]]
 """The kind, name and description of each tensor that does not fit, as in ``MismatchError``."""
 
+_MAX_TRACEBACK = 1 << 16  # characters
 _MAX_MESSAGE_BYTES = 1 << 30  # unpacked; a table of 100,000 tensors has about 10 MB
 
 
@@ -156,21 +157,15 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, serving: str) -> Failure:
-        faults = getattr(error, "faults", []) if isinstance(error, MismatchError) else []
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-(1 << 16) :]
-        try:
-            message = str(error)
-        except Exception:  # noqa: BLE001 - a response must be made of any error
-            message = "(without a text)"
-        return cls(type(error).__name__, message, [[str(part) for part in fault] for fault in faults], text, serving)
+        text = traceback_text_of(error)[-_MAX_TRACEBACK:]
+        return cls(type(error).__name__, message_of(error), faults_of(error), text, serving)
 
     def error(self, where: str) -> BytecheckpointError:
         """Return an error of the same class, or an ``EngineError``; its message begins with ``where``."""
-        known = SenderLost if self.kind == SenderLost.__name__ else getattr(errors, self.kind, None)
         after = f"\n  {where} {self.serving}" if self.serving else ""
-        if known is MismatchError:
-            faults = [(kind, name, detail) for kind, name, detail in self.faults]
-            return MismatchError(f"{where}: {self.message}{after}", faults)
-        if isinstance(known, type) and issubclass(known, BytecheckpointError) and known is not errors.RankFailedError:
-            return known(f"{where}: {self.message}{after}")
+        text = f"{where}: {self.message}{after}"
+        if self.kind == SenderLost.__name__:
+            return SenderLost(text)
+        if self.kind in errors.__all__ and self.kind != errors.RankFailedError.__name__:
+            return library_error(self.kind, text, self.faults)
         return EngineError(f"{where}: {self.kind}: {self.message}{after}\n\n{self.traceback_text}".rstrip())

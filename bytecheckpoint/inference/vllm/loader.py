@@ -18,13 +18,14 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.location import Location
 from ...checkpointer import default_checkpointer
 from ...control.base import Operation
-from ...errors import MismatchError, UsageError
+from ...errors import UsageError
 from ...load.options import LoadOptions
 from ...runtime.limits import DEFAULT_DEADLINE_S
 from ...session import default_session
 from ..delivery import DeliveryReport, StoredWeights
 from ..layouts.hub_names import hub_tensors
 from ..layouts.recording import Copy, UnrecordedWrites, uncovered
+from ..push.messages import check_faults
 from .private import check_part
 
 check_part("loader")
@@ -167,12 +168,8 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _check_complete(model: nn.Module, copies: Sequence[Copy], own: Sequence[torch.Tensor]) -> None:
-    holes = uncovered(model.named_parameters(), copies, own)
-    if holes:
-        listed = "".join(f"\n  {name}: {elements}" for name, elements in holes[:10])
-        more = f"\n  and {len(holes) - 10} more" if len(holes) > 10 else ""
-        faults = [("missing", name, elements) for name, elements in holes]
-        raise MismatchError(f"the checkpoint does not completely fill {len(holes)} parameter(s):{listed}{more}", faults)
+    faults = [("missing", name, elements) for name, elements in uncovered(model.named_parameters(), copies, own)]
+    check_faults(f"the checkpoint does not completely fill {len(faults)} parameter(s)", faults, limit=10)
 
 
 def _summary(delivered: DeliveryReport) -> str:
