@@ -15,7 +15,7 @@ import socket
 import struct
 import weakref
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol
 
 import msgpack
@@ -117,8 +117,8 @@ class Network:
 
     def close(self) -> None:
         """Send what is pending, for a moment at most, close every connection and end the thread."""
-        with contextlib.suppress(ConnectionError):  # it is closed
-            self._thread.submit(self._close_writers()).result()
+        with contextlib.suppress(ConnectionError, TimeoutError, CancelledError):  # another thread has closed it
+            self._thread.submit(self._close_writers()).result(5 * FLUSH_S)
         self._thread.close()
         _open_networks.discard(self)
 

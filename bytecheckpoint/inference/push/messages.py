@@ -44,7 +44,7 @@ __all__ = [
     "without_traceback",
 ]
 
-PROTOCOL = 8
+PROTOCOL = 9
 """The version of the messages; both sides must have the same."""
 
 E = TypeVar("E", bound=BaseException)

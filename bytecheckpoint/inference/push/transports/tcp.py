@@ -156,9 +156,9 @@ class TcpTransport(Transport):
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._taken, self._is_over, self._failure = 0, False, ""
+        self._where = f"{endpoint.addresses[0]}:{endpoint.port}"
         self._connection = connect(endpoint)
         try:
-            self._where = ":".join(map(str, self._connection.getpeername()[:2]))
             if memory is not None:
                 self._attach(memory, on_device=on_device)
             self._listener = threading.Thread(target=self._listen, name="bcp-push-ring", daemon=True)
