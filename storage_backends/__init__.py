@@ -12,8 +12,10 @@ from .base import Conditions, IncompleteUpload, ObjectReader, ObjectStat, Object
 from .buffers import WrittenRanges, byte_view
 from .keys import check_children_prefix, check_key, check_prefix
 from .registry import folder_name, join, open_backend, open_like, open_sibling, parent_url, url_text
+from .writers import BufferedWriter
 
 __all__ = [
+    "BufferedWriter",
     "Conditions",
     "IncompleteUpload",
     "ObjectReader",

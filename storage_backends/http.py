@@ -2,91 +2,84 @@
 
 from __future__ import annotations
 
-import os
-import random
-import re
-import time
+import ssl
+import weakref
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
-from functools import partial
-from typing import Any, ClassVar, NoReturn, Self, TypeVar
-from urllib.parse import quote, unquote, urlsplit
+from contextlib import aclosing
+from typing import Any, ClassVar, NoReturn
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
-import urllib3
-from typing_extensions import Buffer
-
-from ..errors import AccessDeniedError, KeyNotFoundError, StorageError, UnsupportedURLError
-from ..runtime.daemon import run_daemon
-from .base import ObjectReader, ObjectStat, ObjectWriter, StorageBackend
-from .buffers import check_max_size, writable_view
+from ..errors import AccessDeniedError, StorageError, UnsupportedURLError
+from .base import ObjectStat, ObjectWriter
 from .keys import check_key
+from .remote.backend import Condition, Found, RemoteBackend, content_range
+from .remote.failures import Failure, Meaning, ShortReplyError, common_failure
+from .remote.parts import Upload
+from .remote.session import Session, Sessions
+from .remote.transport import Connections, Reply
 
 __all__ = ["HttpBackend"]
 
-_T = TypeVar("_T")
-
-_READ_BYTES = 4 << 20  # each in a thread of its own
-_CONNECT_S, _SILENCE_S = 10.0, 60.0
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
-_CONNECT_TRIES = 3  # a wrong address fails in a second, not after the whole deadline
+_CONNECT_S = 10.0
 _CONNECTIONS = 32
 _MAX_REDIRECTS = 5
-_BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
-_CONTENT_RANGE = re.compile(r"bytes (?P<start>\d+)-(?P<end>\d+)/(?P<size>\d+|\*)")
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_MEANINGS = {
+    **dict.fromkeys((404, 410), Meaning.MISSING),
+    **dict.fromkeys((401, 403, 407), Meaning.DENIED),
+    **dict.fromkeys((408, 425, 429, 500, 502, 503, 504), Meaning.BUSY),
+    416: Meaning.OUTSIDE,
+}
 
 
-class _RepeatableError(Exception):
-    """A reply that may be another one next time."""
+class _StatusError(Exception):
+    """The server replied with an error."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(f"the server replied {reply.status} {reply.reason}")
+        self.status = reply.status
 
 
-class _LateError(Exception):
-    """The deadline has passed."""
+def _explain(error: BaseException) -> Failure:
+    if not isinstance(error, _StatusError):
+        return common_failure(error)
+    meaning = _MEANINGS.get(error.status, Meaning.OTHER)
+    hint = "; pass credentials as headers= or in the URL" if meaning is Meaning.DENIED else ""
+    return Failure(meaning, f"{error}{hint}")
 
 
-class _Reply:
-    """A reply, which other threads receive: of a server that sends it byte by byte, no receive call times out.
+class _Client(Session):
+    """Sends requests to one root, and follows redirects."""
 
-    After the deadline, such a thread goes on. It is a daemon, and fills memory that nothing else uses.
-    """
+    def __init__(self) -> None:
+        super().__init__(_explain)
+        self._connections = Connections(ssl.create_default_context, connect_s=_CONNECT_S, threads=_CONNECTIONS)
+        weakref.finalize(self, self._connections.close)
 
-    def __init__(self, ask: Callable[[], urllib3.BaseHTTPResponse], end: float) -> None:
-        self._end, self._is_late = end, False
-        self._reply = self._within(ask)
-        self.status, self.reason, self.headers = self._reply.status, self._reply.reason, self._reply.headers
-
-    def pieces(self) -> Iterator[bytes]:
-        """Receive the body."""
-        while piece := self._within(partial(self._reply.read, _READ_BYTES)):
-            yield piece
-
-    def _within(self, receive: Callable[[], _T]) -> _T:
-        done = run_daemon(receive, "bcp-http")
-        try:
-            return done.result(max(0.1, self._end - time.monotonic()))
-        except FutureTimeoutError:
-            if done.done():
-                raise
-            self._is_late = True
-            raise _LateError("the reply did not arrive in time") from None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_late:  # `close` would wait for the thread that receives
-            with suppress(Exception):  # urllib3 before 2.3 has no `shutdown`
-                self._reply.shutdown()
-        else:
-            self._reply.close()
+    async def send(self, method: str, url: str, headers: Mapping[str, str]) -> Reply:
+        """Send one request; return a reply that is not an error."""
+        sent = dict(headers)
+        for _ in range(_MAX_REDIRECTS + 1):
+            reply = await self._connections.send(method, url, sent, None)
+            target = reply.headers.get("Location") if reply.status in _REDIRECTS else None
+            if target is None:
+                break
+            await reply.aclose()
+            following = urljoin(url, target)
+            if urlsplit(following).scheme not in ("http", "https"):
+                raise StorageError(f"the server redirects to {following!r:.200}")
+            if urlsplit(following)[:2] != urlsplit(url)[:2]:  # another server must not get the credentials
+                sent = {name: value for name, value in sent.items() if name.lower() not in ("authorization", "cookie")}
+            url = following
+        if reply.status not in (200, 206):
+            await reply.aclose()
+            raise _StatusError(reply)
+        return reply
 
 
-class HttpBackend(StorageBackend):
-    """The objects below a URL. The server must support range requests (RFC 9110, section 14).
-
-    Requests are repeated after errors that may pass, and redirects are followed, until ``deadline_s``. Thread-safe;
-    a forked child opens its own connections.
-    """
+class HttpBackend(RemoteBackend[_Client]):
+    """The objects below a URL. The server must support range requests (RFC 9110, section 14)."""
 
     schemes: ClassVar[tuple[str, ...]] = ("http", "https")
 
@@ -104,37 +97,22 @@ class HttpBackend(StorageBackend):
         if not parts.hostname:
             raise UnsupportedURLError(f"{url!r} has no host")
         if parts.query or parts.fragment:
+            shown = url.partition("?")[0].partition("#")[0].rpartition("@")[2]
             raise UnsupportedURLError(
-                f"{self._shown(url)}: keys cannot follow a query or a fragment; pass credentials as headers="
+                f"{shown}: keys cannot follow a query or a fragment; pass credentials as headers="
             )
-        self._url = url.rstrip("/")
+        super().__init__(url)
         host = parts.netloc.rpartition("@")[2]
         self._root = f"{parts.scheme}://{host}{quote(unquote(parts.path), safe='/~')}".rstrip("/")
         # Compressed replies have other lengths and ranges than the object.
         self._headers = {"Accept-Encoding": "identity", **(headers or {})}
         if parts.username is not None:
             user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            self._headers.update(urllib3.make_headers(basic_auth=user))
-        self._pool, self._pid = urllib3.PoolManager(maxsize=_CONNECTIONS), os.getpid()
-
-    @staticmethod
-    def _shown(url: str) -> str:
-        return url.partition("?")[0].partition("#")[0].rpartition("@")[2]
+            self._headers["Authorization"] = f"Basic {b64encode(user.encode()).decode()}"
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> HttpBackend:
-        """Open a URL.
-
-        Args:
-            url: The URL.
-            **options: ``headers=``, a mapping.
-
-        Returns:
-            The backend.
-
-        Raises:
-            UnsupportedURLError: The URL or an option is not valid.
-        """
+        """Open a URL; the option ``headers=`` is a mapping."""
         headers = options.pop("headers", None)
         if options:
             raise UnsupportedURLError(f"HTTP takes the option headers=, got {sorted(options)}")
@@ -142,11 +120,7 @@ class HttpBackend(StorageBackend):
             raise UnsupportedURLError("headers= must be a mapping of strings")
         return cls(url, headers=headers)
 
-    @property
-    def url(self) -> str:
-        return self._url
-
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
+    def put(self, key: str, data: object, *, if_absent: bool = False, if_version: str = "") -> str:
         self._refuse("writing", key)
 
     def create(self, key: str, size: int) -> ObjectWriter:
@@ -162,154 +136,62 @@ class HttpBackend(StorageBackend):
     def list_children(self, prefix: str = "") -> Sequence[str]:
         raise self._no_listing()
 
-    def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
-        self.read_scattered(key, offset, [buffer])
+    async def _send_read(
+        self, client: _Client, key: str, start: int, views: Sequence[memoryview], accept: Callable[[Found], None]
+    ) -> None:
+        end = start + sum(map(len, views))
+        reply = await client.send("GET", self._url_of(key), {**self._headers, "Range": f"bytes={start}-{end - 1}"})
+        async with aclosing(reply):
+            length = reply.headers.get("Content-Length")
+            if reply.status == 200 and (start or length != str(end)):
+                raise StorageError(
+                    f"{self._action('reading', key)}: the server has sent the whole object instead of bytes [{start}, "
+                    f"{end}); use one that supports range requests, or copy the checkpoint first"
+                )
+            shown = None if reply.status == 200 else reply.headers.get("Content-Range", "")
+            accept(Found(*content_range(shown, end)))
+            await reply.fill(views)
 
-    def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
-        self._read(key, offset, buffers)
+    async def _send_get(self, client: _Client, key: str, check_size: Callable[[int], None]) -> tuple[bytes, str]:
+        reply = await client.send("GET", self._url_of(key), self._headers)
+        async with aclosing(reply):
+            length = int(reply.headers.get("Content-Length", -1))
+            check_size(length)
+            content = await reply.read(check_size)
+        if length not in (-1, len(content)):
+            raise ShortReplyError(f"the reply has {len(content)} of {length} bytes")
+        return content, self._version(reply)
 
-    def open_object(self, key: str) -> ObjectReader:
-        return _Reader(self, key)
+    async def _send_stat(self, client: _Client, key: str) -> ObjectStat:
+        reply = await client.send("HEAD", self._url_of(key), self._headers)
+        await reply.read()
+        size = reply.headers.get("Content-Length")
+        if size is None:
+            raise StorageError(f"{self._action('looking at', key)}: the server does not state the size")
+        return ObjectStat(key, int(size), self._version(reply))
 
-    def _read(self, key: str, offset: int, buffers: Sequence[Buffer]) -> int | None:
-        """Fill buffers, and return the size of the object, if the server has stated it."""
-        action = self._action("reading", key)
-        views = [writable_view(action, buffer) for buffer in buffers]
-        views = [view for view in views if len(view)]
-        end = offset + sum(map(len, views))
-        if offset < 0 or not views:
-            size = self.stat(key).size
-            if not 0 <= offset <= end <= size:
-                raise _too_short(action, offset, end, size)
-            return size
+    async def _send_put(self, client: _Client, key: str, content: memoryview, condition: Condition | None) -> str:
+        self._refuse("writing", key)
 
-        def fill(reply: _Reply) -> int | None:
-            size = self._check_range(reply, action, offset, end)
-            pieces = reply.pieces()
-            rest = memoryview(b"")
-            for view in views:
-                while len(view):
-                    rest = rest or memoryview(next(pieces, b""))
-                    if not rest:
-                        raise _RepeatableError("the reply ends early")
-                    count = min(len(view), len(rest))
-                    view[:count] = rest[:count]
-                    view, rest = view[count:], rest[count:]
-            return size
+    async def _send_delete(self, client: _Client, key: str) -> None:
+        self._refuse("deleting", key)
 
-        return self._send(action, "GET", key, fill, {"Range": f"bytes={offset}-{end - 1}"})
+    def _upload(self, client: _Client, action: str, key: str, size: int) -> Upload:
+        self._refuse("writing", key)
 
-    def get(self, key: str, *, max_size: int | None = None) -> bytes:
-        action = self._action("reading", key)
+    def _session(self) -> _Client:
+        return _sessions.find(_Client, self._root)
 
-        def collect(reply: _Reply) -> bytes:
-            stated = reply.headers.get("Content-Length")
-            check_max_size(action, int(stated or 0), max_size)
-            found = bytearray()
-            for piece in reply.pieces():
-                found += piece
-                check_max_size(action, len(found), max_size)
-            if stated is not None and len(found) != int(stated):
-                raise _RepeatableError(f"the reply has {len(found)} of {stated} bytes")
-            return bytes(found)
+    def _url_of(self, key: str) -> str:
+        return f"{self._root}/{quote(key, safe='/~')}"
 
-        return self._send(action, "GET", key, collect)
+    @staticmethod
+    def _version(reply: Reply) -> str:
+        return reply.headers.get("ETag") or reply.headers.get("Last-Modified") or ""
 
-    def stat(self, key: str) -> ObjectStat:
-        action = self._action("looking up", key)
-
-        def look(reply: _Reply) -> ObjectStat:
-            size = reply.headers.get("Content-Length")
-            if size is None:
-                raise StorageError(f"{action}: the server does not state the size")
-            version = reply.headers.get("ETag") or reply.headers.get("Last-Modified") or ""
-            return ObjectStat(key, int(size), version)
-
-        return self._send(action, "HEAD", key, look)
-
-    def _send(
-        self,
-        action: str,
-        method: str,
-        key: str,
-        use: Callable[[_Reply], _T],
-        headers: Mapping[str, str] | None = None,
-    ) -> _T:
-        """Return what ``use`` makes of the reply to a request, which is repeated until it succeeds."""
+    def _refuse(self, verb: str, key: str) -> NoReturn:
         check_key(key)
-        url = f"{self._root}/{quote(key, safe='/~')}"
-        end, pause, tries = time.monotonic() + self.deadline_s, _FIRST_PAUSE_S, 0
-        while True:
-            tries += 1
-            left = max(0.1, end - time.monotonic())
-            ask = partial(
-                self._pool_of_process().request,
-                method,
-                url,
-                headers={**self._headers, **(headers or {})},
-                preload_content=False,
-                retries=urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=_MAX_REDIRECTS),
-                timeout=urllib3.Timeout(connect=min(_CONNECT_S, left), read=min(_SILENCE_S, left)),
-            )
-            try:
-                with _Reply(ask, end) as reply:
-                    self._check_status(reply, action)
-                    return use(reply)
-            except (urllib3.exceptions.HTTPError, _RepeatableError, _LateError) as error:
-                reason = getattr(error, "reason", None) or error
-                wait_s = random.uniform(pause / 2, pause)
-                is_lost = isinstance(reason, urllib3.exceptions.NewConnectionError) and tries >= _CONNECT_TRIES
-                is_late = time.monotonic() + wait_s > end
-                if is_lost or isinstance(reason, urllib3.exceptions.SSLError) or is_late:
-                    failure = StorageError(f"{action}: {_text(reason)} ({tries} tries)")
-                    failure.is_late = is_late
-                    raise failure from error
-                time.sleep(wait_s)
-                pause = min(2 * pause, _MAX_PAUSE_S)
-
-    def _pool_of_process(self) -> urllib3.PoolManager:
-        if self._pid != os.getpid():  # a forked child must not use its parent's connections
-            self._pool, self._pid = urllib3.PoolManager(maxsize=_CONNECTIONS), os.getpid()
-        return self._pool
-
-    def _check_status(self, reply: _Reply, action: str) -> None:
-        status = f"the server replied {reply.status} {reply.reason}"
-        if reply.status in _BUSY:
-            raise _RepeatableError(status)
-        if reply.status in (404, 410):
-            raise KeyNotFoundError(f"{action}: {status}")
-        if reply.status in (401, 403, 407):
-            raise AccessDeniedError(f"{action}: {status}; pass credentials as headers= or in the URL")
-        if reply.status not in (200, 206, 416):
-            raise StorageError(f"{action}: {status}")
-
-    def _check_range(self, reply: _Reply, action: str, start: int, end: int) -> int | None:
-        """Check that the reply has these bytes, and return the size of the object, if it is stated."""
-        if reply.status == 416:
-            size = reply.headers.get("Content-Range", "").rpartition("/")[2]
-            raise _too_short(action, start, end, int(size) if size.isdigit() else None)
-        if reply.status == 200:
-            if start == 0 and reply.headers.get("Content-Length") == str(end):
-                return end
-            raise StorageError(
-                f"{action}: the server has sent the whole object instead of bytes [{start}, {end}); use one that "
-                f"supports range requests, or copy the checkpoint first"
-            )
-        found = _CONTENT_RANGE.fullmatch(reply.headers.get("Content-Range", ""))
-        if found is None or int(found["start"]) != start:
-            raise _RepeatableError(
-                f"requested bytes [{start}, {end}), the reply has {reply.headers.get('Content-Range')}"
-            )
-        if int(found["end"]) + 1 != end:
-            raise _too_short(action, start, end, int(found["end"]) + 1)
-        return None if found["size"] == "*" else int(found["size"])
-
-    def _action(self, what: str, key: str) -> str:
-        return f"{what} {key!r} in {self.display_url}"
-
-    def _refuse(self, what: str, key: str) -> NoReturn:
-        check_key(key)
-        raise AccessDeniedError(f"{self._action(what, key)}: HTTP is read-only; save to a path or an object store")
+        raise AccessDeniedError(f"{self._action(verb, key)}: HTTP is read-only; save to a path or an object store")
 
     def _no_listing(self) -> StorageError:
         return StorageError(
@@ -318,19 +200,4 @@ class HttpBackend(StorageBackend):
         )
 
 
-class _Reader(ObjectReader):
-    def __init__(self, backend: HttpBackend, key: str) -> None:
-        self._backend, self._key = backend, key
-
-    def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        self.size = self._backend._read(self._key, offset, buffers)
-
-
-def _too_short(action: str, start: int, end: int, size: int | None) -> StorageError:
-    has = "has fewer bytes" if size is None else f"has only {size} bytes"
-    return StorageError(f"{action}: requested bytes [{start}, {end}): the object {has}")
-
-
-def _text(reason: object) -> str:
-    """Return the cause without the object addresses in urllib3's messages."""
-    return re.sub(r"^(<[^>]*>|\w+\([^)]*\)): ", "", str(reason)) or type(reason).__name__
+_sessions = Sessions()

@@ -39,6 +39,12 @@ ENTRY_POINT_GROUP = "bytecheckpoint.storage_backends"
 
 _log = logging.getLogger(__name__)
 
+_S3 = frozenset({"s3", "s3a"})
+_HDFS = "pip install hdfs-native"  # with pyarrow's client, which fsspec proposes, nothing is conditional
+_GCS, _AZURE = "pip install gcsfs", "pip install adlfs"
+_COMMANDS = {"hdfs": _HDFS, "gs": _GCS, "gcs": _GCS, "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE}
+"""What to install for a scheme, where fsspec's own hint is not a command."""
+
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(?:://[^:]*)?::")
 _ONE_SLASH = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]+):/(?!/)")
@@ -237,10 +243,8 @@ def _load_plugin(scheme: str) -> type[StorageBackend]:
 
 
 def _open_http(url: str, options: dict[str, Any]) -> StorageBackend:
-    try:
-        from .http import HttpBackend
-    except ImportError as error:
-        raise UnsupportedURLError(f"http:// needs urllib3: {install_command('http')}") from error
+    from .http import HttpBackend
+
     return HttpBackend.from_url(url, **options)
 
 
@@ -249,12 +253,15 @@ def _open_cloud(scheme: str, url: str, options: dict[str, Any]) -> StorageBacken
     client, rest = options.get("client"), {name: value for name, value in options.items() if name != "client"}
     if client not in (None, "fsspec", "obstore"):
         raise UnsupportedURLError(f"{url!r}: client={client!r} is not known; pass 'obstore' or 'fsspec'")
-    if client == "fsspec" or (client is None and find_spec("obstore") is None):
+    if client == "fsspec":
         return _open_with_fsspec(scheme, url, rest)
+    if find_spec("obstore") is None:
+        if client == "obstore":
+            raise UnsupportedURLError(f"client='obstore' ({url!r}) needs obstore: {install_command('fast')}")
+        return _open_with_fsspec(scheme, url, rest, command=install_command("fast"))
     try:
         place = place_of(url, rest, is_chosen=client == "obstore")
-        from .obstore.backend import ObstoreBackend
-        from .obstore.client import is_inherited
+        from .obstore.backend import ObstoreBackend, is_inherited
 
         if is_inherited():
             raise NotServedError("this process was forked from one that has used it; start it with 'spawn'")
@@ -276,7 +283,8 @@ def _log_choice(scheme: str, reason: str) -> None:
     _log.info("%s://: fsspec is used instead of obstore, which is faster: %s", scheme, reason)
 
 
-def _open_with_fsspec(scheme: str, url: str, options: dict[str, Any]) -> StorageBackend:
+def _open_with_fsspec(scheme: str, url: str, options: dict[str, Any], *, command: str = "") -> StorageBackend:
+    """Open a root with fsspec, or with our own client for S3. ``command`` installs what is missing."""
     from fsspec.registry import available_protocols, get_filesystem_class, known_implementations
 
     from .fsspec.backend import FsspecBackend
@@ -289,10 +297,13 @@ def _open_with_fsspec(scheme: str, url: str, options: dict[str, Any]) -> Storage
         )
     try:
         get_filesystem_class(scheme)
+        if scheme == "hdfs" and find_spec("hdfs_native") is None and find_spec("pyarrow") is None:
+            raise ImportError("no client for HDFS")  # which fsspec's class would import later
     except ImportError as error:
         hint = known_implementations.get(scheme, {}).get("err", f"install the fsspec package for {scheme!r}")
-        raise UnsupportedURLError(f"{scheme}:// ({url!r}) needs a package that is not installed: {hint}") from error
-    if scheme in ("s3", "s3a") and "::" not in url:
+        command = command or (install_command("s3") if scheme in _S3 else _COMMANDS.get(scheme, hint))
+        raise UnsupportedURLError(f"{scheme}:// ({url!r}) needs a package that is not installed: {command}") from error
+    if scheme in _S3 and "::" not in url:
         from .s3.backend import S3Backend
 
         return S3Backend.from_url(url, **options)

@@ -10,8 +10,6 @@ kind                ``put``                            ``put(if_absent=True)``  
 ==================  =================================  =============================  ==============================
 object stores       one PUT, atomic and durable        the store's conditional PUT    a multipart upload, visible
 (``async_impl``)                                       on S3, GCS and Azure           once ``complete`` returns
-fsspec ``file``     temporary file, fsync, rename      hard link                      the same temporary file
-fsspec ``memory``   one assignment                     a lock of this process         one assignment
 all others          temporary file, ``mv``             refused: ``StorageError``      the same temporary file
 (HDFS, SFTP, ...)
 ==================  =================================  =============================  ==============================
@@ -24,9 +22,8 @@ first, and a crash in between leaves only the temporary file. hdfs-native's rena
 ``incomplete`` lists the temporary files of "all others". Uploads that a killed process has left on GCS and Azure are
 not listed: the stores remove them after a week, and a listing would need their own clients.
 
-fsspec's ``file`` exists for chains (``dir::file:///...``). It does not sync the directories that it creates; open a
-path as a path for durability across power failures. fsspec's caches are rejected, because they serve objects that have
-been replaced.
+fsspec's own files and memory are "others", for chains; open a path as a path. fsspec's caches are rejected, because
+they serve objects that have been replaced.
 
 ``deadline_s`` bounds each call; retries and timeouts of single requests are up to the file system. After a lost reply,
 its retry of a conditional PUT may find the key that its first try has created: read the object back to find out.
@@ -34,55 +31,92 @@ its retry of a conditional PUT may find the key that its first try has created: 
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
-import threading
+import re
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
+from fsspec.spec import AbstractBufferedFile
 from typing_extensions import Buffer
 
-from ...errors import KeyNotFoundError, StorageError
-from ..base import Conditions, IncompleteUpload, ObjectStat, ObjectWriter, StorageBackend
-from ..buffers import byte_view, check_max_size, writable_view
-from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
-from ..writers import BufferedWriter
-from .connection import Connection, connect, reject_caches
-from .errors import map_error, translated_errors
-from .objects import (
-    has_objects,
-    open_in_directory,
-    publish,
-    put_object,
-    put_object_if_absent,
-    remove,
-    remove_empty_directories,
-    remove_if_exists,
-    temporary_path,
-)
-from .writers import StreamWriter
+from ...errors import StorageFullError
+from ...runtime.daemon import run_daemon
+from ..base import Conditions, IncompleteUpload, ObjectStat
+from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_prefix, is_object_key
+from ..posix import map_os_error
+from ..remote.backend import Condition, Found, RemoteBackend
+from ..remote.failures import Failure, Meaning, OutOfRangeError, common_failure
+from ..remote.parts import Upload, part_bytes_for
+from ..remote.session import Session
+from .connection import Connection, connect, flush_to_device, reject_caches, temporary_path
 
-__all__ = ["FsspecBackend"]
+__all__ = ["FsspecBackend", "explain"]
 
-# Objects up to this size are buffered in memory and stored with one request.
-_BUFFERED_BYTES = 8 * 2**20
-
-# S3 accepts at most 10,000 parts of at least 5 MiB each.
-_PART_BYTES = 16 * 2**20
-_MAX_PARTS = 9_000
+_T = TypeVar("_T")
 
 _CONCURRENT_DELETES = 8
+_LOST = frozenset({errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ENOTCONN, errno.ESHUTDOWN})
+_TRANSPORTS = frozenset({"aiohttp", "azure", "botocore", "google", "httpx", "paramiko", "requests", "urllib3"})
+"""Packages whose errors say that there was no reply, unless they have the status of one."""
+
+_JAVA_STACK = re.compile(r"(?:\n|\\n)\s*(?:\t|\\t)at ")  # HDFS appends the stack of its server
 
 
-class FsspecBackend(StorageBackend):
+def explain(error: BaseException) -> Failure:
+    """Return what an error means.
+
+    File systems raise almost anything: OSErrors with and without errno, errors of their client library, timeouts.
+    """
+    if isinstance(error, OutOfRangeError):
+        return common_failure(error)
+    text = _JAVA_STACK.split(str(error), maxsplit=1)[0]
+    shown = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if _is_unanswered(error):
+        return Failure(Meaning.UNANSWERED, f"the store did not reply: {shown}")
+    if isinstance(error, NotADirectoryError):
+        return Failure(Meaning.MISSING, f"{shown}: a component of the key is itself an object")
+    if isinstance(error, FileNotFoundError | IsADirectoryError):
+        return Failure(Meaning.MISSING, f"no such object: {text}" if text else "no such object")
+    if isinstance(error, PermissionError):
+        return Failure(Meaning.DENIED, shown)
+    if isinstance(error, FileExistsError):
+        return Failure(Meaning.REFUSED, shown)
+    if isinstance(error, NotImplementedError):
+        return Failure(Meaning.OTHER, f"this file system does not support it: {text or 'not implemented'}")
+    if isinstance(error, OSError) and error.errno:
+        mapped = map_os_error(error, "", absent_is_missing_key=True)
+        full = isinstance(mapped, StorageFullError)
+        return Failure(Meaning.FULL if full else Meaning.OTHER, str(mapped).removeprefix(": "))
+    return Failure(Meaning.OTHER, shown)
+
+
+def _is_unanswered(error: BaseException | None) -> bool:
+    """Whether no reply came, so that the operation may have had an effect, or may still have one."""
+    while error is not None:
+        if isinstance(error, TimeoutError | ConnectionError | EOFError):
+            return True
+        if isinstance(error, OSError) and error.errno in _LOST:
+            return True
+        replied = any(getattr(error, name, None) is not None for name in ("status", "status_code", "code", "response"))
+        if type(error).__module__.partition(".")[0] in _TRANSPORTS:
+            return not replied
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class FsspecBackend(RemoteBackend[Session]):
     """Objects below a URL of an fsspec file system.
 
     The file system is created at the first use, for this backend alone, without caching of listings. A forked child
-    creates another one, and so does every thread if fsspec's implementation is not thread-safe.
+    creates another one, and so does every call while another thread uses the file system, if its implementation is not
+    thread-safe.
     """
+
+    concurrent_deletes = 1  # until it is known that threads may share the file system
 
     def __init__(self, url: str, **options: Any) -> None:
         """Create a backend.
@@ -94,10 +128,10 @@ class FsspecBackend(StorageBackend):
         Raises:
             UnsupportedURLError: The chain contains one of fsspec's caches.
         """
-        self._url = url.rstrip("/") if not url.endswith("://") else url
-        self._options = options
-        self._shared: Connection | None = None
-        self._thread = threading.local()
+        super().__init__(url)
+        self._options, self._pid = options, os.getpid()
+        self._retries = Session(explain, repeats=False)
+        self._idle: list[Connection] = []
         self._abandoned: list[Connection] = []
         reject_caches(url)
 
@@ -105,218 +139,210 @@ class FsspecBackend(StorageBackend):
     def from_url(cls, url: str, **options: Any) -> FsspecBackend:
         return cls(url, **options)
 
-    @property
-    def url(self) -> str:
-        return self._url
-
     def conditions(self) -> Conditions:
-        connection = self._connection(f"opening {self.display_url}")
-        return Conditions(if_absent=connection.kind in ("file", "memory") or connection.has_conditional_put)
+        def find() -> Conditions:
+            connection = self._take()
+            self._give_back(connection)
+            return Conditions(if_absent=connection.has_conditional_put)
 
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
-        check_key(key)
-        action = f"writing {key!r} in {self.display_url}"
-        if if_version:
-            raise StorageError(f"{action}: fsspec has no put that replaces only a given version")
-        connection = self._connection(action)
-        content = bytes(byte_view(data))
-        if if_absent:
-            put_object_if_absent(connection, action, key, content)
-        else:
-            put_object(connection, action, key, content)
+        return self._ask(f"opening {self.display_url}", lambda _: call_daemon(find))
+
+    async def _send_put(self, session: Session, key: str, content: memoryview, condition: Condition | None) -> str:
+        await self._call(lambda connection: connection.put(key, bytes(content), if_absent=condition is not None))
         return ""  # fsspec does not return it
 
-    def create(self, key: str, size: int) -> ObjectWriter:
-        check_key(key)
-        action = f"writing {key!r} in {self.display_url}"
-        connection = self._connection(action, own=True)
-        if size <= _BUFFERED_BYTES or connection.kind == "memory":
-            return BufferedWriter(action, size, lambda data: put_object(connection, action, key, bytes(data)))
-        path = connection.path(key)
-        if connection.kind == "objects":
-            part = max(_PART_BYTES, -(-size // _MAX_PARTS))
-            with translated_errors(action):
-                file = connection.fs.open(path, "wb", autocommit=False, block_size=part)
-            return StreamWriter(action, size, connection, file, discard=lambda: remove_if_exists(connection, path))
-        temporary = temporary_path(path)
-        with translated_errors(action):
-            file = open_in_directory(connection.fs, temporary)
-        return StreamWriter(
-            action,
-            size,
-            connection,
-            file,
-            publish=lambda written: publish(connection, action, temporary, path, written),
-            discard=lambda: remove_if_exists(connection, temporary),
-        )
-
-    def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
-        check_key(key)
-        action = f"reading {key!r} in {self.display_url}"
-        view = writable_view(action, buffer)
-        if offset < 0:
-            raise StorageError(f"{action}: the offset is {offset}")
-        end = offset + len(view)
-        connection = self._connection(action)
-        if not len(view):
-            # HTTP has no empty range.
-            self._check_size(connection, action, key, offset, end, 0)
-            return
+    async def _send_read(
+        self, session: Session, key: str, start: int, views: Sequence[memoryview], accept: Callable[[Found], None]
+    ) -> Buffer:
+        end = start + sum(map(len, views))
         try:
-            content = connection.fs.cat_file(connection.path(key), start=offset, end=end)
-        except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            content: Buffer = await self._call(lambda connection: connection.read(key, start, end))
+        except Exception as error:
+            if explain(error).meaning is not Meaning.OTHER:
                 raise
-            # hdfs-native panics about an offset beyond the end, which is no Exception.
-            mapped = map_error(error, action, reading=True)
-            if type(mapped) is StorageError and not mapped.is_late:
-                # A range beyond the end is an error of the store's client library.
-                self._check_size(connection, action, key, offset, end, 0)
-            raise mapped from error
-        if len(content) != len(view):
-            self._check_size(connection, action, key, offset, end, len(content))
-            raise StorageError(f"{action}: requested bytes [{offset}, {end}), got {len(content)} bytes; try again")
-        view[:] = content
+            # A range beyond the end is an error of the store's client library.
+            raise OutOfRangeError(explain(error).text) from error
+        if (count := memoryview(content).nbytes) != end - start:
+            raise OutOfRangeError(f"requested bytes [{start}, {end}), got {count} bytes; try again")
+        return content
 
-    def get(self, key: str, *, max_size: int | None = None) -> bytes:
-        action = f"reading {key!r} in {self.display_url}"
-        size = self.stat(key).size
-        check_max_size(action, size, max_size)
-        if size == 0:
-            return b""
-        connection = self._connection(action)
-        # start=0 makes it one request. Without it, s3fs fetches a large object in parallel ranges, which could belong
-        # to two objects if it is replaced at the same time.
-        with translated_errors(action, reading=True):
-            content = connection.fs.cat_file(connection.path(key), start=0)
-        check_max_size(action, len(content), max_size)
-        return bytes(content)
+    async def _send_get(self, session: Session, key: str, check_size: Callable[[int], None]) -> tuple[bytes, str]:
+        def get(connection: Connection) -> tuple[bytes, str]:
+            info = connection.info(key)
+            check_size(int(info["size"]))
+            # start=0 makes it one request. Without it, s3fs fetches a large object in parallel ranges, which could
+            # belong to two objects if it is replaced at the same time.
+            content = connection.fs.cat_file(connection.path(key), start=0) if info["size"] else b""
+            check_size(len(content))
+            return bytes(content), _version(info)
 
-    def stat(self, key: str) -> ObjectStat:
-        check_key(key)
-        action = f"looking at {key!r} in {self.display_url}"
-        connection = self._connection(action)
-        with translated_errors(action, reading=True):
-            connection.fs.invalidate_cache()
-            info = connection.fs.info(connection.path(key))
-        if info["type"] != "file":
-            raise KeyNotFoundError(f"{action}: no such object")
+        return await self._call(get)
+
+    async def _send_stat(self, session: Session, key: str) -> ObjectStat:
+        info = await self._call(lambda connection: connection.info(key))
         return ObjectStat(key, int(info["size"]), _version(info))
+
+    async def _send_delete(self, session: Session, key: str) -> None:
+        await self._call(lambda connection: connection.delete(key))
+
+    def _upload(self, session: Session, action: str, key: str, size: int) -> Upload:
+        begun = call_daemon(lambda: _FsspecUpload(self._take(), key, size, self.deadline_s))
+        return session.run(action, asyncio.wait_for(begun, self.deadline_s))
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         check_prefix(prefix)
-        action = f"listing {prefix!r} in {self.display_url}"
-        connection = self._connection(action)
-        found = _find(connection, action, prefix)
+        found = self._ask(
+            self._action("listing", prefix), lambda _: self._call(lambda connection: connection.find(prefix))
+        )
         stats = [ObjectStat(key, int(info["size"]), _version(info)) for key, info in found if is_object_key(key)]
         return iter(sorted(stats, key=lambda stat: stat.key))
 
     def list_children(self, prefix: str = "") -> Sequence[str]:
         check_children_prefix(prefix)
-        action = f"listing {prefix!r} in {self.display_url}"
-        connection = self._connection(action)
-        found: Sequence[dict[str, Any]] = ()
-        with translated_errors(action, reading=True), suppress(FileNotFoundError, NotADirectoryError):
-            connection.fs.invalidate_cache()
-            found = connection.fs.ls(connection.path(prefix), detail=True)
-        names = set()
-        for info in found:
-            key = connection.key(info["name"].rstrip("/"))
-            if key is None or not key.startswith(prefix) or "/" in key[len(prefix) :] or not is_object_key(key):
-                continue
-            if info["type"] == "file":
-                names.add(key[len(prefix) :])
-            elif connection.kind == "objects" or has_objects(connection, action, info["name"]):
-                names.add(key[len(prefix) :] + "/")
-        return sorted(names)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            check_key(key)
-        connection = self._connection(f"deleting in {self.display_url}")
-
-        # One request per key, because s3fs's bulk delete ignores the errors of single keys.
-        def delete_one(key: str) -> None:
-            action = f"deleting {key!r} in {self.display_url}"
-            with suppress(KeyNotFoundError), translated_errors(action, reading=True):
-                remove(connection, connection.path(key))
-
-        if connection.fs.async_impl and len(keys) > 1:
-            with ThreadPoolExecutor(_CONCURRENT_DELETES, thread_name_prefix="bcp-delete") as pool:
-                for _ in pool.map(delete_one, keys):
-                    pass
-        else:
-            for key in keys:
-                delete_one(key)
-        if connection.kind in ("file", "others"):
-            parents = {os.path.dirname(connection.path(key)) for key in keys}
-            for parent in sorted(parents, key=len, reverse=True):
-                remove_empty_directories(connection, parent)
+        action = self._action("listing", prefix)
+        found = self._ask(action, lambda _: self._call(lambda connection: connection.children(prefix)))
+        names = [
+            (key[len(prefix) :], is_file) for key, is_file in found if key.startswith(prefix) and is_object_key(key)
+        ]
+        return sorted({name if is_file else name + "/" for name, is_file in names if "/" not in name})
 
     def incomplete(self, prefix: str = "") -> Iterator[IncompleteUpload]:
         check_prefix(prefix)
-        action = f"listing temporary files below {prefix!r} in {self.display_url}"
-        connection = self._connection(action)
-        if connection.kind != "others":
-            return
-        for key, info in _find(connection, action, prefix):
+
+        def find(connection: Connection) -> Sequence[tuple[str, dict[str, Any]]]:
+            return () if connection.is_object_store else connection.find(prefix)
+
+        action = self._action("listing temporary files below", prefix)
+        for key, info in self._ask(action, lambda _: self._call(find)):
             if os.path.basename(key).startswith(TEMPORARY_PREFIX):
                 yield IncompleteUpload(key, key, _age_s(info))
 
     def abort_incomplete(self, uploads: Sequence[IncompleteUpload]) -> None:
-        for upload in uploads:
-            check_prefix(upload.key)
-            action = f"deleting {upload.key!r} in {self.display_url}"
-            connection = self._connection(action)
-            if connection.kind != "others" or not os.path.basename(upload.key).startswith(TEMPORARY_PREFIX):
-                continue
-            path = connection.path(upload.key)
-            with suppress(KeyNotFoundError), translated_errors(action, reading=True):
-                remove(connection, path)
-            remove_empty_directories(connection, os.path.dirname(path))
+        keys = [one.key for one in uploads if os.path.basename(one.key).startswith(TEMPORARY_PREFIX)]
+        for key in keys:
+            check_prefix(key)
+        if keys:
+            session = self._session()
+            session.run(f"deleting temporary files in {self.display_url}", self._delete(session, keys))
 
     def close(self) -> None:
-        self._shared = None
-        self._thread = threading.local()
+        self._idle.clear()
 
-    def _connection(self, action: str, *, own: bool = False) -> Connection:
-        """Return this thread's connection, or, with ``own``, one for a writer that other threads will use."""
-        found: Connection | None = getattr(self._thread, "connection", None) or self._shared
-        if found is not None and found.pid != os.getpid():
-            # Its event loop, sockets and locks belong to the parent. Finalizing it could hang, so keep it alive.
-            self._abandoned.append(found)
-            found = None
-        elif found is not None and found.is_stuck:
-            found = None
-        if found is None or (own and not found.is_shareable):
-            with translated_errors(action):
-                found = connect(self._url, self._options, lambda: self.deadline_s)
-            if found.is_shareable:
-                self._shared = found
-            elif not own:
-                self._thread.connection = found
-        return found
+    def _session(self) -> Session:
+        if self._pid != os.getpid():
+            # Their event loops, sockets and locks belong to the parent. Finalizing them could hang, so keep them alive.
+            self._pid, self._abandoned, self._idle = os.getpid(), [*self._abandoned, *self._idle], []
+        return self._retries
 
-    def _check_size(self, connection: Connection, action: str, key: str, offset: int, end: int, got: int) -> None:
-        size = self.stat(key).size
-        if size < end:
-            raise StorageError(
-                f"{action}: requested bytes [{offset}, {end}), got {got}: the object has only {size} bytes; it was cut "
-                "short or replaced"
-            )
+    async def _call(self, function: Callable[[Connection], _T]) -> _T:
+        """Return the result of a function, which is called in a thread with a connection."""
+
+        def call() -> _T:
+            connection = self._take()
+            try:
+                return function(connection)
+            finally:
+                self._give_back(connection)
+
+        return await call_daemon(call)
+
+    def _take(self) -> Connection:
+        """Return a connection that no other thread uses, unless threads may share it."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = connect(self._url, self._options)
+        if connection.is_shareable:
+            self._idle.append(connection)
+            self.concurrent_deletes = _CONCURRENT_DELETES
+        return connection
+
+    def _give_back(self, connection: Connection) -> None:
+        if not connection.is_shareable:
+            self._idle.append(connection)
 
 
-def _find(connection: Connection, action: str, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the key and the description of each file whose key begins with ``prefix``."""
-    found: Any = ()
-    with translated_errors(action, reading=True), suppress(FileNotFoundError, NotADirectoryError):
-        connection.fs.invalidate_cache()
-        found = connection.fs.find(connection.path(prefix[: prefix.rfind("/") + 1]), detail=True)
-    # adlfs returns a list if the directory is an object.
-    for info in found.values() if isinstance(found, dict) else ():
-        key = connection.key(info["name"]) if info["type"] == "file" else None
-        if key is not None and key.startswith(prefix):
-            yield key, info
+class _FsspecUpload(Upload):
+    """Writes parts in order to a file that exists under its name once it is complete."""
+
+    in_order = True
+
+    def __init__(self, connection: Connection, key: str, size: int, deadline_s: float) -> None:
+        self._connection, self._deadline_s = connection, deadline_s
+        self._lock, self._is_broken, self._is_complete, self._size = asyncio.Lock(), False, False, 0
+        self._path = connection.path(key)
+        self._temporary = "" if connection.is_object_store else temporary_path(self._path)
+        self._file: Any = (
+            connection.open_file(self._temporary)
+            if self._temporary
+            else connection.fs.open(self._path, "wb", autocommit=False, block_size=part_bytes_for(size))
+        )
+
+    async def send(self, number: int, data: memoryview) -> str:
+        async with self._lock:
+            if self._is_broken:
+                raise ConnectionAbortedError("an earlier part has failed")
+            self._is_broken = True
+            await self._call(lambda: self._write(data))
+            self._is_broken = False
+        return ""
+
+    def _write(self, data: memoryview) -> None:
+        while len(data):
+            # Raw files may write less than requested; others return the full length or None.
+            count = self._file.write(data)
+            count = len(data) if count is None else count
+            self._size, data = self._size + count, data[count:]
+
+    async def complete(self, tags: Sequence[str]) -> None:
+        await self._call(self._close)
+        self._is_complete = True
+
+    def _close(self) -> None:
+        if not isinstance(self._file, AbstractBufferedFile):
+            flush_to_device(self._file)
+        self._file.close()
+        if isinstance(self._file, AbstractBufferedFile) and not self._file.autocommit:
+            self._file.commit()
+        if self._temporary:
+            self._connection.publish(self._temporary, self._path, self._size)
+
+    async def abort(self) -> None:
+        await self._call(self._discard)
+
+    def _discard(self) -> None:
+        if isinstance(self._file, AbstractBufferedFile):
+            try:
+                self._file.discard()
+            finally:
+                # close() would upload the rest and, in some implementations, commit. The finalizer calls it, too.
+                self._file.closed = True
+                self._file.buffer = None
+        else:
+            self._file.close()
+        if self._temporary:
+            self._connection.remove(self._temporary)
+
+    async def _call(self, function: Callable[[], None]) -> None:
+        await asyncio.wait_for(call_daemon(function), self._deadline_s)
+
+    def __del__(self) -> None:
+        # Without this, the finalizer of an abandoned file would close it and upload what it has buffered.
+        file = getattr(self, "_file", None)
+        if isinstance(file, AbstractBufferedFile) and not self._is_complete:
+            file.closed = True
+
+
+async def call_daemon(function: Callable[[], _T]) -> _T:
+    """Return the result of a function, which runs in another thread.
+
+    Clients wait as they like, some for ever, and cannot be interrupted. If the caller stops waiting, the thread goes
+    on: it is a daemon, so that it does not keep the process from ending.
+    """
+    future = asyncio.wrap_future(run_daemon(function, "bcp-fsspec"))
+    # Otherwise asyncio reports that it was not retrieved.
+    future.add_done_callback(lambda future: future.cancelled() or future.exception())
+    return await asyncio.shield(future)
 
 
 def _age_s(info: dict[str, Any]) -> float:

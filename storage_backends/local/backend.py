@@ -11,6 +11,7 @@ and never readable, and are removed when a ``delete`` leaves nothing else in the
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -37,9 +38,10 @@ from .directories import (
 )
 from .objects import LocalReader, LocalWriter
 from .root import LocalRoot
-from .tree import has_objects, list_tree, should_follow
 
 __all__ = ["LocalBackend"]
+
+_log = logging.getLogger(__name__)
 
 # A delete in another process may remove a directory between mkdir and open, repeatedly.
 _MAX_TRIES = 16
@@ -218,7 +220,7 @@ class LocalBackend(StorageBackend):
         head = prefix[: prefix.rfind("/") + 1]
         start, top = self._resolve_directory(head, action)
         with self._root.translated_errors(action, reading=True):
-            for key, found in list_tree(start, head, top, is_object_key):
+            for key, found in _list_tree(start, head, top, is_object_key):
                 if key.startswith(prefix):
                     yield _object_stat(key, found)
 
@@ -233,10 +235,10 @@ class LocalBackend(StorageBackend):
             os.scandir(start) as entries,
         ):
             for entry in entries:
-                if not is_object_key(entry.name) or not should_follow(entry, top):
+                if not is_object_key(entry.name) or not _should_follow(entry, top):
                     continue
                 if entry.is_dir():
-                    if has_objects(entry.path, top, is_object_key):
+                    if _has_objects(entry.path, top, is_object_key):
                         names.append(entry.name + "/")
                 elif entry.is_file():
                     names.append(entry.name)
@@ -334,3 +336,66 @@ def _object_stat(key: str, found: os.stat_result) -> ObjectStat:
 
 def _version(found: os.stat_result) -> str:
     return f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
+
+
+def _list_tree(
+    directory: str, prefix: str, top: str, accept: Callable[[str], bool], parents: tuple[str, ...] = ()
+) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield ``(key, stat)`` of every regular file below ``directory``, in key order.
+
+    One directory at a time is in memory, and what vanishes meanwhile is skipped. Keys begin with ``prefix`` (empty, or
+    ending in ``/``). A symbolic link is followed if it stays below ``top`` (a resolved path) and does not lead back to
+    one of ``parents``; other links are logged and left out. Raises ``OSError``.
+    """
+    here = os.path.realpath(directory)
+    for entry in _sorted_entries(directory):
+        if not accept(entry.name):
+            continue
+        try:
+            if not _should_follow(entry, top, (*parents, here)):
+                continue
+            if entry.is_dir():
+                yield from _list_tree(entry.path, f"{prefix}{entry.name}/", top, accept, (*parents, here))
+            elif entry.is_file():
+                yield prefix + entry.name, entry.stat()
+        except FileNotFoundError:
+            continue
+
+
+def _has_objects(directory: str, top: str, accept: Callable[[str], bool]) -> bool:
+    """Whether ``_list_tree`` would yield anything. Stops at the first file."""
+    return next(iter(_list_tree(directory, "", top, accept)), None) is not None
+
+
+def _should_follow(entry: os.DirEntry[str], top: str, parents: tuple[str, ...] = ()) -> bool:
+    """Whether ``_list_tree`` visits an entry.
+
+    It visits everything but symbolic links that leave ``top`` or lead back to one of ``parents``, which it logs.
+    """
+    if not entry.is_symlink():
+        return True
+    target = os.path.realpath(entry.path)
+    if not is_within(target, top):
+        _log.warning("not listing %s: it leads out of %s, to %s", entry.path, top, target)
+        return False
+    if target in parents:
+        _log.warning("not listing %s: it leads back to %s", entry.path, target)
+        return False
+    return True
+
+
+def _sorted_entries(directory: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            found = list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    # "a/x" sorts after "a.b" and "a-b", so a directory sorts by its name with a slash appended.
+    return sorted(found, key=lambda entry: entry.name + "/" if _is_directory(entry) else entry.name)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False

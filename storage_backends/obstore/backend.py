@@ -1,51 +1,120 @@
-"""The backend for GCS and Azure, on obstore.
-
-Small objects are one request: a conditional one where the caller asks for it. Large objects are uploads in parts, of
-which several are in flight (``StreamWriter``). A read is one ranged request, whose reply is checked against the range
-that was asked for. Nothing is looked up before it is read. obstore repeats requests, and nothing else does.
-"""
+"""The backend for GCS and Azure, on obstore."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
-from collections.abc import Iterator, Sequence
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import numpy as np
 import obstore
+import obstore.store
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    GenericError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 from typing_extensions import Buffer
 
-from ...errors import (
-    KeyChangedError,
-    KeyExistsError,
-    KeyNotFoundError,
-    StorageError,
-    UnansweredError,
-    without_userinfo,
-)
-from ..base import Conditions, ObjectReader, ObjectStat, ObjectWriter, StorageBackend
-from ..buffers import byte_view, check_max_size, writable_view
-from ..keys import check_children_prefix, check_key, check_prefix, is_object_key
-from ..writers import BufferedWriter
-from .client import Client, client_for
-from .errors import is_beyond_end, is_refused, was_repeated
+from ...errors import KeyChangedError, StorageError, without_userinfo
+from ..base import Conditions, ObjectStat
+from ..keys import check_children_prefix, check_prefix, is_object_key
+from ..remote.backend import Condition, Found, RemoteBackend
+from ..remote.failures import Failure, Meaning, ShortReplyError, common_failure
+from ..remote.parts import PARTS_IN_FLIGHT, Upload, part_bytes_for
+from ..remote.session import Request, Session, Sessions
 from .places import SCHEMES, Place
-from .writers import StreamWriter
 
-__all__ = ["ObstoreBackend"]
+__all__ = ["ObstoreBackend", "explain", "is_inherited"]
 
-_SINGLE_PUT_BYTES = 8 << 20
-_CONCURRENT_DELETES = 16
 _PAGE = 1000
 _MARK = "bcpput"  # metadata of an object; Azure allows only names of identifiers
-_LEAST_S = 0.75  # to find out what became of a put that has taken the whole deadline
+_CONNECT_S = 10
+_LEAST_TRY_S = 30.0
+_TRIES = 5  # of a request of an upload that takes longest, within the deadline
+_MAX_PAUSE_S = 5
+_ABORT_S = 1.0  # where the caller has waited for the deadline already
+
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_XML = re.compile(r"(?s)<\?xml.*?<Code>([^<]*)</Code>(?:\s*<Message>([^<\n]*))?.*")
+_QUERY = re.compile(r"(https?://[^\s?]*)\?\S+")
+_NO_CONTAINER = ("ContainerNotFound", "NoSuchBucket")
+_MAX_TEXT = 8000  # of a key, twice, and what follows it
 
 
-class ObstoreBackend(StorageBackend):
+def explain(error: BaseException) -> Failure:
+    """Return what an error of obstore means. Its message then has no queries of URLs, which may contain a signature."""
+    if not isinstance(error, BaseError | FileNotFoundError):
+        return common_failure(error)
+    text = str(error).partition("\n\nDebug source:")[0]
+    found = _XML.search(text)
+    if found:
+        text = f"{text[: found.start()]}{found[1]}{': ' + found[2] if found[2] else ''}"
+    text = " ".join(_QUERY.sub(r"\1?***", text).split())[:_MAX_TEXT]
+    error.args = (text,)  # tracebacks show it
+    status = _STATUS.search(text)
+    return Failure(_meaning(error, text, int(status[1]) if status else 0), text)
+
+
+def _meaning(error: BaseException, text: str, status: int) -> Meaning:
+    if any(name in text for name in _NO_CONTAINER):
+        return Meaning.OTHER
+    if isinstance(error, FileNotFoundError):
+        return Meaning.MISSING
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
+        return Meaning.DENIED
+    if isinstance(error, AlreadyExistsError | PreconditionError):
+        return Meaning.REFUSED
+    if status == 416:
+        return Meaning.OUTSIDE
+    if status in (408, 429) or status >= 500:
+        return Meaning.BUSY
+    return Meaning.UNANSWERED if isinstance(error, GenericError) and not status else Meaning.OTHER
+
+
+class Client(Session):
+    """The connection to one container. obstore repeats the requests of uploads and listings, ``Session`` all others.
+
+    Attributes:
+        version_field: Which field of an object's metadata is its version.
+        store: The store of obstore.
+        patient_store: The same, for uploads and listings.
+    """
+
+    def __init__(self, place: Place, deadline_s: float) -> None:
+        super().__init__(explain)
+        self.version_field = "version" if place.store == "GCSStore" else "e_tag"
+        try_s = min(deadline_s, max(_LEAST_TRY_S, deadline_s / _TRIES))
+
+        def open_store(retries: int, timeout_s: float) -> Any:
+            timeouts = {"connect_timeout": timedelta(seconds=_CONNECT_S), "timeout": timedelta(seconds=timeout_s)}
+            return getattr(obstore.store, place.store)(
+                place.container,
+                config=dict(place.config),
+                client_options=timeouts | dict(place.client_options),
+                retry_config={
+                    "max_retries": retries,
+                    "retry_timeout": timedelta(seconds=deadline_s),
+                    "backoff": {"max_backoff": timedelta(seconds=_MAX_PAUSE_S)},
+                },
+            )
+
+        self.store, self.patient_store = open_store(0, deadline_s), open_store(2**31, try_s)
+
+    def version(self, meta: Any) -> str:
+        """Return the version of an object from its metadata."""
+        return meta[self.version_field] or ""
+
+
+class ObstoreBackend(RemoteBackend[Client]):
     """Objects below ``gs://bucket/prefix`` or ``az://container/prefix``. Thread-safe.
 
     A forked child cannot use obstore if its parent has used it. There, the backend raises ``StorageError``, and
@@ -61,12 +130,9 @@ class ObstoreBackend(StorageBackend):
             url: The root, for messages.
             place: Where it is.
         """
-        self._url, self._place = url.rstrip("/"), place
+        super().__init__(url)
+        self._place = place
         self._root = f"{place.prefix}/" if place.prefix else ""
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     def endpoint(self) -> str:
         config = self._place.config
@@ -75,216 +141,162 @@ class ObstoreBackend(StorageBackend):
     def conditions(self) -> Conditions:
         return Conditions(if_absent=True, if_version=True)
 
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
-        check_key(key)
-        client, action = self._client(f"writing {key!r}")
-        content = bytes(byte_view(data))
-        if if_absent:
-            return self._put_if(client, action, key, content, "create", KeyExistsError(f"{action}: the key is taken"))
-        if if_version:
-            refusal = KeyChangedError(f"{action}: the object was replaced or deleted")
-            if client.version_field == "version" and not if_version.strip("0").isdecimal():
-                raise refusal  # to GCS, generation 0 is an object that does not exist
-            return self._put_if(client, action, key, content, {client.version_field: if_version}, refusal)
-        return self._put(client, action, key, content)
+    async def _send_put(self, client: Client, key: str, content: memoryview, condition: Condition | None) -> str:
+        how: dict[str, Any] = {"use_multipart": False}
+        if condition is not None:
+            version = condition.version
+            if version and client.version_field == "version" and not version.strip("0").isdecimal():
+                # To GCS, generation 0 is an object that does not exist.
+                raise KeyChangedError(f"{self._action('writing', key)}: {version!r:.100} is not a version of GCS")
+            how = {
+                "mode": {client.version_field: version} if version else "create",
+                "attributes": {_MARK: condition.mark},
+            }
+        return client.version(await obstore.put_async(client.store, self._root + key, bytes(content), **how))
 
-    def _put(self, client: Client, action: str, key: str, content: Buffer) -> str:
-        async def send() -> str:
-            reply = await obstore.put_async(client.store, self._root + key, content, use_multipart=False)
-            return _version(client, reply)
-
-        return client.run(action, send, self.deadline_s, putting=True)
-
-    def _put_if(self, client: Client, action: str, key: str, content: bytes, mode: Any, refusal: StorageError) -> str:
-        """Put with a condition. Raises ``refusal`` if it is not met.
-
-        Raises ``UnansweredError`` if a try without reply may have met it, and the object was replaced since then.
-        """
-        path, mark, end = self._root + key, secrets.token_hex(16), time.monotonic() + self.deadline_s
-
-        async def send() -> str:
-            attributes = {_MARK: mark}
-            return _version(
-                client, await obstore.put_async(client.store, path, content, mode=mode, attributes=attributes)
-            )
-
-        async def look() -> tuple[str | None, str]:
-            found = await obstore.get_async(client.store, path, options={"head": True})
-            return found.attributes.get(_MARK), _version(client, found.meta)
-
+    async def _marked(self, client: Client, key: str) -> tuple[str | None, str]:
         try:
-            return client.run(action, send, self.deadline_s, putting=True)
-        except StorageError as error:
-            cause = error.__cause__ or error
-            if not (is_refused(cause) or (mode != "create" and isinstance(cause, FileNotFoundError))):
-                raise
-            try:
-                found, version = client.run(action, look, max(_LEAST_S, end - time.monotonic()), reading=True)
-            except KeyNotFoundError:
-                found, version = None, ""
-            if found == mark:
-                # The reply to an earlier try was lost.
-                return version
-            if was_repeated(cause):
-                raise UnansweredError(
-                    f"{action}: another program has written the object, before or after a try without reply"
-                ) from error
-            raise refusal from error
+            found = await obstore.get_async(client.store, self._root + key, options={"head": True})
+        except FileNotFoundError:
+            return None, ""
+        return found.attributes.get(_MARK), client.version(found.meta)
 
-    def create(self, key: str, size: int) -> ObjectWriter:
-        check_key(key)
-        client, action = self._client(f"writing {key!r}")
-        if size <= _SINGLE_PUT_BYTES:
-            return BufferedWriter(action, size, lambda data: self._put(client, action, key, data))
-        return StreamWriter(client, action, self._root + key, size, self.deadline_s)
+    async def _send_read(
+        self, client: Client, key: str, start: int, views: Sequence[memoryview], accept: Callable[[Found], None]
+    ) -> Buffer:
+        span = (start, start + sum(map(len, views)))
+        reply = await obstore.get_async(client.store, self._root + key, options={"range": span})
+        accept(Found(*reply.range, reply.meta["size"], client.version(reply.meta)))
+        content: Buffer = await reply.bytes_async()
+        if memoryview(content).nbytes != span[1] - span[0]:
+            raise ShortReplyError(f"requested {span[1] - span[0]} bytes, the reply has {memoryview(content).nbytes}")
+        return content
 
-    def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
-        self.read_scattered(key, offset, [buffer])
+    async def _send_get(self, client: Client, key: str, check_size: Callable[[int], None]) -> tuple[bytes, str]:
+        reply = await obstore.get_async(client.store, self._root + key)
+        check_size(reply.meta["size"])
+        content = bytes(await reply.bytes_async())
+        if len(content) != reply.meta["size"]:
+            raise ShortReplyError(f"the reply has {len(content)} of {reply.meta['size']} bytes")
+        return content, client.version(reply.meta)
 
-    def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
-        check_key(key)
-        self._read(key, offset, buffers, "")
+    async def _send_stat(self, client: Client, key: str) -> ObjectStat:
+        meta = await obstore.head_async(client.store, self._root + key)
+        return ObjectStat(key, meta["size"], client.version(meta))
 
-    def open_object(self, key: str) -> ObjectReader:
-        check_key(key)
-        return _Reader(self, key)
+    async def _send_delete(self, client: Client, key: str) -> None:
+        await obstore.delete_async(client.store, self._root + key)
 
-    def _read(self, key: str, offset: int, buffers: Sequence[Buffer], version: str) -> ObjectStat:
-        """Fill ``buffers`` with bytes of one version of the object, of ``version`` if it is not empty; describe it."""
-        client, action = self._client(f"reading {key!r}")
-        views = [writable_view(action, buffer) for buffer in buffers]
-        views = [view for view in views if len(view)]
-        if offset < 0:
-            raise StorageError(f"{action}: the offset is {offset}")
-        if not views:
-            # HTTP has no empty range.
-            found = self.stat(key)
-            if found.size < offset:
-                raise StorageError(f"{action}: byte {offset} is beyond the object's end at {found.size}")
-            return found
-        end = offset + sum(map(len, views))
-
-        async def send() -> tuple[Any, Any]:
-            reply = await obstore.get_async(client.store, self._root + key, options={"range": (offset, end)})
-            return reply.meta, await reply.bytes_async()
-
-        try:
-            meta, content = client.run(action, send, self.deadline_s, reading=True)
-        except StorageError as error:
-            if not is_beyond_end(error.__cause__ or error):
-                raise
-            raise _too_short(action, offset, end, self.stat(key).size) from error
-        if len(content) != end - offset:
-            raise _too_short(action, offset, end, meta["size"])
-        found = ObjectStat(key, meta["size"], _version(client, meta))
-        if version and found.version != version:
-            raise StorageError(f"{action}: the object was replaced while it was being read")
-        rest = np.frombuffer(content, np.uint8)
-        for view in views:
-            # Without the GIL, which a slice assignment holds.
-            np.copyto(np.frombuffer(view, np.uint8), rest[: len(view)])
-            rest = rest[len(view) :]
-        return found
-
-    def get(self, key: str, *, max_size: int | None = None) -> bytes:
-        return self.get_versioned(key, max_size=max_size)[0]
-
-    def get_versioned(self, key: str, *, max_size: int | None = None) -> tuple[bytes, str]:
-        check_key(key)
-        client, action = self._client(f"reading {key!r}")
-
-        async def send() -> tuple[Any, Any]:
-            reply = await obstore.get_async(client.store, self._root + key)
-            check_max_size(action, reply.meta["size"], max_size)
-            return reply.meta, await reply.bytes_async()
-
-        meta, content = client.run(action, send, self.deadline_s, reading=True)
-        if len(content) != meta["size"]:
-            raise StorageError(f"{action}: the reply has {len(content)} of {meta['size']} bytes; try again")
-        return bytes(content), _version(client, meta)
-
-    def stat(self, key: str) -> ObjectStat:
-        check_key(key)
-        client, action = self._client(f"looking at {key!r}")
-
-        async def send() -> Any:
-            return await obstore.head_async(client.store, self._root + key)
-
-        meta = client.run(action, send, self.deadline_s, reading=True)
-        return ObjectStat(key, meta["size"], _version(client, meta))
+    def _upload(self, client: Client, action: str, key: str, size: int) -> Upload:
+        return _ObstoreUpload(client, self._root + key, part_bytes_for(size), self.deadline_s)
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         check_prefix(prefix)
-        client, action = self._client(f"listing {prefix!r}")
+        client, action = self._session(), self._action("listing", prefix)
         folder = self._root + prefix[: prefix.rfind("/") + 1]  # obstore lists whole components
-        pages = obstore.list(client.store, folder.rstrip("/") or None, chunk_size=_PAGE)
 
-        async def next_page() -> Any:
-            return await anext(pages, None)
+        async def send() -> list[ObjectStat]:
+            found = []
+            # obstore repeats the requests for single pages.
+            async for page in obstore.list(client.patient_store, folder.rstrip("/") or None, chunk_size=_PAGE):
+                found += [
+                    ObjectStat(key, meta["size"], client.version(meta))
+                    for meta in page
+                    if (key := meta["path"][len(self._root) :]).startswith(prefix) and is_object_key(key)
+                ]
+            return found
 
-        found = []
-        while page := client.run(action, next_page, self.deadline_s):
-            found += [
-                ObjectStat(key, meta["size"], _version(client, meta))
-                for meta in page
-                if (key := meta["path"][len(self._root) :]).startswith(prefix) and is_object_key(key)
-            ]
-        return iter(sorted(found, key=lambda stat: stat.key))
+        request = Request(action, self.deadline_s, try_s=self.deadline_s)
+        return iter(sorted(client.run(action, client.repeat(request, send)), key=lambda stat: stat.key))
 
     def list_children(self, prefix: str = "") -> Sequence[str]:
         check_children_prefix(prefix)
-        client, action = self._client(f"listing {prefix!r}")
         folder = self._root + prefix
 
-        async def send() -> Any:
+        async def send(client: Client) -> Any:
             return await obstore.list_with_delimiter_async(client.store, folder.rstrip("/") or None)
 
-        found = client.run(action, send, self.deadline_s)
+        found = self._ask(self._action("listing", prefix), send)
         paths = [meta["path"] for meta in found["objects"]] + [f"{path}/" for path in found["common_prefixes"]]
         return sorted(path[len(folder) :] for path in paths if is_object_key(path[len(self._root) :].rstrip("/")))
 
-    def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            check_key(key)
-        client, action = self._client("deleting")
-        slots = asyncio.Semaphore(_CONCURRENT_DELETES)
-
-        async def delete_one(key: str) -> None:
-            async with slots:
-                with suppress(FileNotFoundError):
-                    await obstore.delete_async(client.store, self._root + key)
-
-        async def delete_page(page: Sequence[str]) -> None:
-            # One request per key: a bulk request ends at the first key that does not exist.
-            for result in await asyncio.gather(*map(delete_one, page), return_exceptions=True):
-                if isinstance(result, BaseException):
-                    raise result
-
-        for at in range(0, len(keys), _PAGE):
-            client.run(action, partial(delete_page, keys[at : at + _PAGE]), self.deadline_s)
-
-    def _client(self, doing: str) -> tuple[Client, str]:
-        """Return the client, and ``doing`` with the root, for messages."""
-        action = f"{doing} in {self.display_url}"
-        return client_for(self._place, self.deadline_s, action), action
+    def _session(self) -> Client:
+        _OfProcess.check(self.display_url)
+        place, deadline_s = self._place, self.deadline_s
+        options = (place.store, place.container, place.config, place.client_options, deadline_s)
+        try:
+            return _sessions.find(lambda: Client(place, deadline_s), *options)
+        except Exception as error:
+            raise StorageError(f"opening {self.display_url}: {explain(error).text}") from error
 
 
-def _version(client: Client, meta: Any) -> str:
-    return meta[client.version_field] or ""
+class _ObstoreUpload(Upload):
+    """Passes parts to one of obstore's writers, in order, which sends them from this memory, several at a time.
+
+    It does not report that the store has confirmed a part, but drops the part's array then. The last part, if it is
+    shorter than the others, waits for ``complete``, because obstore would hold it without sending it.
+    """
+
+    in_order = True
+
+    def __init__(self, client: Client, path: str, part_bytes: int, deadline_s: float) -> None:
+        self._part_bytes, self._deadline_s, self._last = part_bytes, deadline_s, b""
+        self._lock, self._is_broken = asyncio.Lock(), False
+        self._file: Any = obstore.open_writer_async(
+            client.patient_store, path, buffer_size=part_bytes, max_concurrency=PARTS_IN_FLIGHT
+        )
+
+    async def send(self, number: int, data: memoryview) -> str:
+        if len(data) < self._part_bytes:
+            self._last = bytes(data)
+            return ""
+        loop, content = asyncio.get_running_loop(), np.frombuffer(data, np.uint8)
+        dropped = asyncio.Event()
+        weakref.finalize(content, loop.call_soon_threadsafe, dropped.set).atexit = False
+        # Only obstore may keep it, and not a frame of this call that an exception refers to.
+        handed = [content]
+        del content
+        async with self._lock:
+            await self._write(handed)
+        await asyncio.wait_for(dropped.wait(), self._deadline_s)
+        return ""
+
+    async def _write(self, handed: list[Any]) -> None:
+        if self._is_broken:
+            raise ConnectionAbortedError("an earlier part has failed")
+        self._is_broken = True
+        await asyncio.wait_for(self._file.write(handed.pop()), self._deadline_s)
+        self._is_broken = False
+
+    async def complete(self, tags: Sequence[str]) -> None:
+        if self._last:
+            await self._write([self._last])
+        await asyncio.wait_for(self._file.close(), self._deadline_s)
+
+    async def abort(self) -> None:
+        with suppress(OSError):  # it is closed, or the store has no such upload
+            await asyncio.wait_for(self._file.__aexit__(StorageError, None, None), _ABORT_S)
 
 
-def _too_short(action: str, start: int, end: int, size: int) -> StorageError:
-    return StorageError(
-        f"{action}: requested bytes [{start}, {end}): the object has only {size} bytes; it was cut short or replaced"
-    )
+class _OfProcess:
+    """The process that has used obstore first. Its threads are missing in forked children, where calls would hang."""
+
+    pid = 0
+
+    @classmethod
+    def check(cls, where: str) -> None:
+        """Raise ``StorageError`` if the process was forked from one that has used obstore."""
+        if is_inherited():
+            raise StorageError(
+                f"{where}: obstore cannot be used in a process that was forked from one that has used it; open the "
+                "store again, which then uses fsspec, or start the process with 'spawn'"
+            )
+        cls.pid = os.getpid()
 
 
-class _Reader(ObjectReader):
-    """Reads one version of an object, that of the first read."""
+def is_inherited() -> bool:
+    """Whether this process was forked from one that has used obstore."""
+    return _OfProcess.pid not in (0, os.getpid())
 
-    def __init__(self, backend: ObstoreBackend, key: str) -> None:
-        self._backend, self._key, self._version = backend, key, ""
 
-    def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        found = self._backend._read(self._key, offset, buffers, self._version)
-        self._version, self.size = self._version or found.version, found.size
+_sessions = Sessions("AZURE_", "GOOGLE_")

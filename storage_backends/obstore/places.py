@@ -12,10 +12,9 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
-from ...version import install_command
 from ..keys import is_object_key
 
 __all__ = ["SCHEMES", "NotServedError", "Place", "place_of"]
@@ -78,10 +77,7 @@ def place_of(url: str, options: Mapping[str, Any], *, is_chosen: bool = False) -
     Raises:
         NotServedError: It does not serve the URL, or not with these options.
     """
-    try:
-        installed = version("obstore")
-    except PackageNotFoundError:
-        raise NotServedError(f"obstore is not installed: {install_command('fast')}") from None
+    installed = version("obstore")
     if tuple(int(part) for part in re.findall(r"\d+", installed)[:3]) < _LEAST_VERSION:
         raise NotServedError(f"obstore {installed} is too old")
     found = _URL.fullmatch(url)

@@ -1,30 +1,37 @@
-"""The connection to one endpoint, shared by all backends of this process that use it."""
+"""The connection to one endpoint, shared by all backends of this process that use it.
+
+aiobotocore makes and signs each request, and interprets the reply; the transport is ``remote.transport``, unless the
+client needs a proxy, a client certificate or other connectors.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import logging
 import os
-import threading
+import ssl
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
 
 import s3fs
-from fsspec.utils import tokenize
+from botocore.awsrequest import HeadersDict
+from botocore.httpsession import get_cert_path
+from botocore.utils import get_environ_proxies
 
-from ...errors import StorageError, without_userinfo
+from ...errors import without_userinfo
 from ..base import Conditions
-from ..window import Window
-from .direct import Connections
-from .probe import PutRules, is_known_endpoint, probe
-from .replies import is_missing, storage_error
-from .retries import Request, Retries
+from ..remote.failures import Meaning, ShortReplyError
+from ..remote.session import Request, Session, Sessions
+from ..remote.transport import Connections, Reply
+from .replies import code_of, explain, is_missing
 
-__all__ = ["MARK", "Client", "client_for"]
-
-_T = TypeVar("_T")
+__all__ = ["MARK", "Body", "Client", "PutRules", "StreamedBody", "body_of", "client_for", "is_known_endpoint"]
 
 MARK = "bcp-put"
 """Metadata by which a writer recognizes an object that it has stored, also when the reply was lost."""
@@ -33,17 +40,144 @@ _log = logging.getLogger(__name__)
 
 _CONNECTIONS = 32
 _CONNECT_S = 10
-_MAX_CLIENTS = 8  # jobs that rotate tokens would otherwise keep one client for each
+_PIECE_BYTES, _READ_CHUNK = 256 << 10, 1 << 20
+_REFUSED_CODES = frozenset({"412", "PreconditionFailed", "404", "NoSuchKey"})
+_UNKNOWN_CODES = frozenset({"400", "501", "InvalidArgument", "InvalidRequest", "NotImplemented"})
+_KNOWN_HOSTS = (".amazonaws.com", ".amazonaws.com.cn")
+_OTHER_VERSION = f'"{hashlib.md5(b"another object", usedforsecurity=False).hexdigest()}"'
+
+_REMAINS = (
+    ". Every checkpoint is still complete or absent. But if two jobs save to one path at the same moment, the second "
+    "one replaces the first one's checkpoint unnoticed, and files may remain; let one job save below a root"
+)
 
 
-class Client:
-    """Sends requests through s3fs's own client. Thread-safe; unusable in a forked child.
+class Body:
+    """The bytes of a request's body, which are sent without a copy of all of them.
 
-    Attributes:
-        window: Slots and memory for the parts of all writers, which all clients of a process share.
+    botocore reads them to sign them. Where aiohttp sends them, it iterates: a file it would read in other threads,
+    64 KiB at a time, which takes longer than to send them.
     """
 
-    def __init__(self, options: dict[str, Any], window: Window) -> None:
+    def __init__(self, data: memoryview) -> None:
+        self.data, self._at = data, 0
+
+    async def __aiter__(self) -> AsyncIterator[memoryview | bytes]:
+        while piece := self.read(_PIECE_BYTES):
+            yield piece
+
+    def read(self, size: int = -1) -> memoryview | bytes:
+        """Return a view of the next bytes; ``b""`` at the end."""
+        end = len(self.data) if size < 0 else self._at + size
+        piece = self.data[self._at : end]
+        self._at += len(piece)
+        return piece or b""
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self.data)}[whence]
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:  # word-ok: botocore calls it
+        return self._at
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class _DirectReply:
+    """A reply of our transport, as aiobotocore's parser expects it."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply, self.status_code, self.headers = reply, reply.status, HeadersDict(reply.headers.items())
+
+    @property
+    def raw(self) -> _DirectReply:
+        """The body."""
+        return self
+
+    @property
+    def raw_stream(self) -> _DirectReply:
+        """The body, also where an older aiobotocore wraps ``raw``."""
+        return self
+
+    @property
+    def content(self) -> Awaitable[bytes]:
+        """The whole body, of an error twice."""
+        return self.reply.read()
+
+
+class StreamedBody:
+    """A body that the event loop reads."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    async def read(self) -> bytes:
+        """Return the whole body."""
+        return b"".join([piece async for piece in self._pieces()])
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        while piece := await self._body.read(_READ_CHUNK):
+            yield piece
+
+    async def fill(self, views: Sequence[memoryview]) -> None:
+        """Fill ``views``. Raises ``ShortReplyError`` if the body has another length than all of them."""
+        count, done = sum(map(len, views)), 0
+        targets = iter(views)
+        target = next(targets)
+        async for piece in self._pieces():
+            rest = memoryview(piece)
+            done += len(rest)
+            if done > count:
+                break
+            while len(rest):
+                if not len(target):
+                    target = next(targets)
+                taken = rest[: len(target)]
+                target[: len(taken)] = taken
+                target, rest = target[len(taken) :], rest[len(taken) :]
+        if done != count:
+            raise ShortReplyError(f"requested {count} bytes, the reply has {done}")
+
+    async def aclose(self) -> None:
+        """Close the connection if the body was not read completely."""
+        with suppress(Exception):
+            self._body.close()
+
+
+def body_of(reply: dict[str, Any]) -> Reply | StreamedBody:
+    """Return the body of a reply to ``get_object``; its ``aclose`` closes the connection if bytes are left."""
+    raw = getattr(reply["Body"], "raw_stream", None)
+    return raw.reply if isinstance(raw, _DirectReply) else StreamedBody(reply["Body"])
+
+
+@dataclass(frozen=True)
+class PutRules:
+    """What an endpoint makes of conditions.
+
+    Attributes:
+        conditions: Those that it obeys.
+        has_quotes: ``If-Match`` contains the quotes of the ETag, as in RFC 9110. Ceph refuses them.
+    """
+
+    conditions: Conditions
+    has_quotes: bool = True
+
+    def if_match(self, version: str) -> str:
+        return version if self.has_quotes else version.strip('"')
+
+
+def is_known_endpoint(url: str) -> bool:
+    """Whether this is S3 itself, which obeys conditions."""
+    return (urlsplit(url).hostname or "").endswith(_KNOWN_HOSTS)
+
+
+class Client(Session):
+    """Sends requests through s3fs's own client. Thread-safe; unusable in a forked child."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(explain)
         config = {
             "retries": {"mode": "standard", "total_max_attempts": 1},
             "max_pool_connections": _CONNECTIONS,
@@ -52,10 +186,8 @@ class Client:
             "response_checksum_validation": "when_required",
             **(options.get("config_kwargs") or {}),
         }
-        self.window = window
         self._fs = s3fs.S3FileSystem(skip_instance_cache=True, **{**options, "config_kwargs": config})
         self._fs.retries = 1
-        self._retries = Retries()
         # Used on the event loop only.
         self._put_rules: asyncio.Future[PutRules] | None = None
         self._attached: Any = None
@@ -94,7 +226,7 @@ class Client:
         if is_known_endpoint(meta.endpoint_url):
             return PutRules(Conditions(if_absent=True, if_version=True))
         request = Request(f"trying conditional puts in {address['Bucket']}", deadline_s)
-        return await probe(
+        return await _probe(
             lambda method, **arguments: self.repeat(request, lambda: self.call(method, **arguments)),
             address,
             without_userinfo(meta.endpoint_url),
@@ -112,7 +244,7 @@ class Client:
             verify = (self._fs.client_kwargs or {}).get("verify")
             if verify is None:
                 verify = self._fs.session.get_config_variable("ca_bundle")
-            connections = Connections.attach(s3, verify=verify, threads=_CONNECTIONS)
+            connections = _attach(s3, verify=verify)
             if connections is not None:
                 weakref.finalize(self, connections.close)
         return s3
@@ -127,68 +259,90 @@ class Client:
             return None, ""
         return found.get("Metadata", {}).get(MARK), str(found.get("ETag", ""))
 
-    async def repeat(self, request: Request, send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """Send a request until it succeeds (see ``Retries``)."""
-        return await self._retries.run(request, send)
 
-    def start(self, work: Coroutine[Any, Any, _T]) -> Any:
-        """Start a coroutine on the client's event loop; return its ``concurrent.futures.Future``."""
-        return asyncio.run_coroutine_threadsafe(work, self._fs.loop)
+def _attach(client: Any, *, verify: bool | str | None) -> Connections | None:
+    """Take over the requests of aiobotocore's ``client``.
 
-    def run(self, action: str, work: Coroutine[Any, Any, _T]) -> _T:
-        """Wait for a coroutine. Raises ``StorageError``."""
-        future = self.start(work)
+    Returns None, and leaves the client as it is, if it needs a proxy, a client certificate or other connectors.
+    """
+    config = client.meta.config
+    proxies = config.proxies or get_environ_proxies(client.meta.endpoint_url)
+    connector = set(getattr(config, "connector_args", None) or ()) - {"keepalive_timeout"}  # which has a default
+    if proxies or config.client_cert or connector:
+        return None
+    if verify is None:
+        verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
+
+    def make_tls() -> ssl.SSLContext:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if not verify:
+            tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+        elif os.path.isdir(path := get_cert_path(verify)):
+            tls.load_verify_locations(capath=path)
+        else:
+            tls.load_verify_locations(path)
+        return tls
+
+    connections = Connections(make_tls, connect_s=config.connect_timeout, threads=_CONNECTIONS)
+
+    async def send(request: Any, **_: object) -> _DirectReply | None:
+        """Send a signed request. botocore takes the result for the reply, and sends it itself if there is none."""
+        body = request.body
+        if hasattr(body, "read"):
+            if not isinstance(body, Body):
+                return None
+            body = body.data
+        headers = {name: value if isinstance(value, str) else value.decode() for name, value in request.headers.items()}
+        # http.client would send the body without waiting for "100 Continue".
+        headers.pop("Expect", None)
+        return _DirectReply(await connections.send(request.method, request.url, headers, body or None))
+
+    client.meta.events.register("before-send.s3", send)
+    return connections
+
+
+async def _probe(send: Callable[..., Awaitable[Any]], address: dict[str, str], endpoint: str) -> PutRules:
+    """Put an empty object at ``address`` several times, and remove it.
+
+    Nothing else uses the address. Logs a warning if ``endpoint`` ignores or refuses conditions.
+    """
+
+    async def is_stored(**condition: str) -> bool | None:
+        """Whether the condition was met; None if the endpoint does not know it."""
         try:
-            result: _T = future.result()
-        except StorageError:
-            raise
+            await send("put_object", **address, Body=b"", **condition)
         except Exception as error:
-            raise storage_error(error, action) from error
-        except BaseException:
-            future.cancel()
+            if (code := code_of(error.__cause__ or error)) not in _REFUSED_CODES | _UNKNOWN_CODES:
+                raise
+            return False if code in _REFUSED_CODES else None
+        return True
+
+    try:
+        version = str((await send("put_object", **address, Body=b"")).get("ETag", ""))
+    except Exception as error:
+        found = explain(error.__cause__ or error)
+        if found.meaning is not Meaning.DENIED:
             raise
-        return result
+        _log.warning("%s: cannot find out whether it obeys conditions: %s%s", endpoint, found.text, _REMAINS)
+        return PutRules(Conditions())
+    try:
+        if_absent = await is_stored(IfNoneMatch="*") is False
+        quoted = unquoted = False
+        if version and await is_stored(IfMatch=_OTHER_VERSION) is False:
+            quoted = bool(await is_stored(IfMatch=version))
+            unquoted = not quoted and bool(await is_stored(IfMatch=version.strip('"')))
+    finally:
+        with suppress(Exception):  # an empty object, which is never listed
+            await send("delete_object", **address)
+    obeyed = {"If-None-Match": if_absent, "If-Match": quoted or unquoted}
+    if ignored := [name for name, is_obeyed in obeyed.items() if not is_obeyed]:
+        _log.warning("%s ignores %s on puts%s", endpoint, " and ".join(ignored), _REMAINS)
+    return PutRules(Conditions(*obeyed.values()), has_quotes=not unquoted)
 
 
-class _Clients:
-    """The clients of this process by endpoint, credentials and options."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._window = Window()
-        self._clients: OrderedDict[str, Client] = OrderedDict()
-        self._abandoned: list[Client] = []
-
-    def after_fork(self) -> None:
-        """Drop locks that threads of the parent may have held, and the parent's clients."""
-        self.lock = threading.Lock()
-        self._window = Window()
-        # Their event loops, sockets and locks belong to the parent. Finalizing them could hang, so keep them alive.
-        self._abandoned += self._clients.values()
-        self._clients.clear()
-
-    def find(self, options: dict[str, Any]) -> Client:
-        environment = sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "FSSPEC_S3")))
-        token = tokenize(options, environment)
-        with self.lock:
-            found = self._clients.pop(token, None) or Client(options, self._window)
-            self._clients[token] = found
-            if len(self._clients) > _MAX_CLIENTS:
-                self._clients.popitem(last=False)
-            return found
-
-
-_clients = _Clients()
-os.register_at_fork(after_in_child=_clients.after_fork)
+_sessions = Sessions("AWS_", "FSSPEC_S3")
 
 
 def client_for(options: dict[str, Any]) -> Client:
-    """Return the client for an endpoint and credentials; a new one after a fork.
-
-    Raises:
-        StorageError: An option is not valid.
-    """
-    try:
-        return _clients.find(options)
-    except Exception as error:
-        raise storage_error(error, "opening S3") from error
+    """Return the client for an endpoint and credentials; a new one after a fork. Raises what s3fs raises."""
+    return _sessions.find(lambda: Client(options), options)

@@ -1,4 +1,4 @@
-"""What the errors of requests mean."""
+"""What the errors of s3fs and the replies of S3 mean."""
 
 from __future__ import annotations
 
@@ -17,25 +17,10 @@ from botocore.exceptions import (
 )
 from botocore.parsers import ResponseParserError
 
-from ...errors import (
-    AccessDeniedError,
-    KeyNotFoundError,
-    StorageError,
-    StorageFullError,
-    hide_userinfo,
-    without_userinfo,
-)
+from ...errors import without_userinfo
+from ..remote.failures import Failure, Meaning, common_failure
 
-__all__ = [
-    "ShortReplyError",
-    "code_of",
-    "describe",
-    "is_denied",
-    "is_missing",
-    "is_repeatable",
-    "is_unanswered",
-    "storage_error",
-]
+__all__ = ["code_of", "explain", "is_missing"]
 
 _UNANSWERED = (
     TimeoutError,
@@ -46,39 +31,20 @@ _UNANSWERED = (
     aiohttp.ClientError,
     ResponseStreamingError,
 )
-_PASSING_CODES = frozenset(
-    {
-        "BadDigest",
-        "ConditionalRequestConflict",
-        "IncompleteBody",
-        "InternalError",
-        "OperationAborted",
-        "RequestTimeout",
-        "ServiceUnavailable",
-        "SlowDown",
-        "Throttling",
-        "ThrottlingException",
-        "XAmzContentChecksumMismatch",
-        "XAmzContentSHA256Mismatch",
-    }
-)
 _PASSING_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 _MISSING_CODES = frozenset({"404", "NoSuchKey", "NotFound"})
-_DENIED_CODES = frozenset(
-    {
-        "401",
-        "403",
-        "AccessDenied",
-        "AllAccessDisabled",
-        "ExpiredToken",
-        "ExpiredTokenException",
-        "InvalidAccessKeyId",
-        "InvalidToken",
-        "RequestTimeTooSkewed",
-        "SignatureDoesNotMatch",
-        "TokenRefreshRequired",
-    }
-)
+_CODES = {
+    Meaning.MISSING: "NoSuchUpload",
+    Meaning.REFUSED: "412 PreconditionFailed",
+    Meaning.OUTSIDE: "416 InvalidRange",
+    Meaning.FULL: "507 QuotaExceeded EntityTooLarge",
+    Meaning.BUSY: """BadDigest ConditionalRequestConflict IncompleteBody InternalError OperationAborted RequestTimeout
+        ServiceUnavailable SlowDown Throttling ThrottlingException XAmzContentChecksumMismatch
+        XAmzContentSHA256Mismatch""",
+    Meaning.DENIED: """401 403 AccessDenied AllAccessDisabled ExpiredToken ExpiredTokenException InvalidAccessKeyId
+        InvalidToken RequestTimeTooSkewed SignatureDoesNotMatch TokenRefreshRequired""",
+}
+_MEANINGS = {code: meaning for meaning, codes in _CODES.items() for code in codes.split()}
 _HINTS = {
     "ExpiredToken": "the credentials have expired; provide new ones",
     "NoSuchBucket": "the bucket does not exist; create it, or correct the URL",
@@ -87,10 +53,6 @@ _HINTS = {
     "SignatureDoesNotMatch": "the secret key does not belong to the access key, or a proxy changed the request",
 }
 _HINTS["301"] = _HINTS["PermanentRedirect"]
-
-
-class ShortReplyError(Exception):
-    """A reply has other bytes than the request asked for."""
 
 
 def _reply(error: BaseException) -> dict[str, Any] | None:
@@ -113,54 +75,30 @@ def is_missing(error: BaseException) -> bool:
     return code_of(error) in _MISSING_CODES
 
 
-def is_denied(error: BaseException) -> bool:
-    """Whether the credentials do not allow the request."""
-    return code_of(error) in _DENIED_CODES
-
-
-def is_unanswered(error: BaseException) -> bool:
-    """Whether no complete reply came: the request may or may not have had an effect."""
-    return _reply(error) is None and isinstance(error, _UNANSWERED)
-
-
-def is_repeatable(error: BaseException) -> bool:
-    """Whether the same request may succeed later."""
+def explain(error: BaseException) -> Failure:
+    """Return what an error of a request means."""
     reply = _reply(error)
     if reply is None:
-        return isinstance(error, (*_UNANSWERED, ShortReplyError, ResponseParserError))
-    status = reply.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return status in _PASSING_STATUSES or code_of(error) in _PASSING_CODES
-
-
-def describe(error: BaseException) -> str:
-    """Return one line about an error: its code and what the store says, or its type and text."""
-    reply = _reply(error)
-    if isinstance(error, RecursionError):  # of botocore, which asks for the region by a request that is redirected too
-        return f"the store redirects every request ({_HINTS['PermanentRedirect']})"
-    if reply is None:
-        return without_userinfo(f"{type(error).__name__}: {error}") if str(error) else type(error).__name__
+        return _explain_silence(error)
     code, message = code_of(error), str(reply.get("Error", {}).get("Message", ""))
+    if code in _MISSING_CODES:
+        return Failure(Meaning.MISSING, "no such object")
     hint = _HINTS.get(code, "")
-    return f"the store replied {code}{': ' + message if message else ''}{' (' + hint + ')' if hint else ''}"
+    text = f"the store replied {code}{': ' + message if message else ''}{' (' + hint + ')' if hint else ''}"
+    status = reply.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return Failure(_MEANINGS.get(code, Meaning.BUSY if status in _PASSING_STATUSES else Meaning.OTHER), text)
 
 
-def storage_error(error: Exception, action: str) -> StorageError:
-    """Return the ``StorageError`` that ``error``, raised during ``action``, means."""
-    hide_userinfo(error)
-    if isinstance(error, StorageError):
-        return error
-    code = code_of(error)
-    if is_missing(error):
-        return KeyNotFoundError(f"{action}: no such object")
-    if code == "NoSuchUpload":
-        return KeyNotFoundError(f"{action}: {describe(error)}")
-    if is_denied(error):
-        return AccessDeniedError(f"{action}: {describe(error)}; check the credentials and their permissions")
-    if code in ("QuotaExceeded", "EntityTooLarge") or code == "507":
-        return StorageFullError(f"{action}: {describe(error)}")
+def _explain_silence(error: BaseException) -> Failure:
+    """Return what an error means that has no reply of the store."""
+    if isinstance(error, RecursionError):  # of botocore, which asks for the region by a request that is redirected too
+        return Failure(Meaning.OTHER, f"the store redirects every request ({_HINTS['PermanentRedirect']})")
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
-        return AccessDeniedError(
-            f"{action}: no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a profile, or "
-            "pass key= and secret= (anon=True for public buckets)"
+        return Failure(
+            Meaning.DENIED,
+            "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a profile, or pass key= "
+            "and secret= (anon=True for public buckets)",
         )
-    return StorageError(f"{action}: {describe(error)}")
+    found = common_failure(error)
+    meaning = Meaning.UNANSWERED if isinstance(error, _UNANSWERED) else found.meaning
+    return Failure(Meaning.BUSY if isinstance(error, ResponseParserError) else meaning, without_userinfo(found.text))

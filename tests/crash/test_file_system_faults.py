@@ -30,8 +30,9 @@ import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import BytecheckpointError, StorageError, StorageFullError
 from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.storage_backends.fsspec import backend as fsspec_backend
+from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend
 from bytecheckpoint.storage_backends.fsspec.connection import Connection
-from bytecheckpoint.storage_backends.fsspec.writers import StreamWriter
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -503,11 +504,12 @@ def test_every_thread_that_writes_a_file_raises_the_cause(tmp_path: Path) -> Non
         writer.abort()
 
 
-def test_every_thread_that_writes_a_stream_raises_the_cause() -> None:
-    with open("/dev/full", "wb", buffering=0) as full:
-        connection = Connection(None, "", os.getpid(), "others", has_conditional_put=False)
-        writer = StreamWriter("writing 'object'", 300, connection, full, discard=lambda: None)
-        for piece in range(3):
-            with pytest.raises(StorageFullError, match=r"writing 'object': .*ENOSPC"):
-                writer.write(piece * 100, bytes(100))
-        writer.abort()
+def test_a_stream_to_a_full_disk_raises_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec_backend, "temporary_path", lambda path: "/dev/full")
+    monkeypatch.setattr(Connection, "remove", lambda connection, path: None)
+    writer = FsspecBackend(f"file://{tmp_path}").create("object", 9 << 20)
+    writer.write(0, bytes(9 << 20))
+    for _ in range(2):
+        with pytest.raises(StorageFullError, match=r"writing 'object' in .*ENOSPC"):
+            writer.complete()
+    writer.abort()

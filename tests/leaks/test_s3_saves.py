@@ -15,8 +15,8 @@ pytest.importorskip("s3fs")
 
 import bytecheckpoint as bcp
 from bytecheckpoint.storage_backends import open_backend
-from bytecheckpoint.storage_backends.s3 import backend, writers
-from bytecheckpoint.storage_backends.window import PARTS_IN_FLIGHT
+from bytecheckpoint.storage_backends.remote import backend, parts
+from bytecheckpoint.storage_backends.remote.parts import PARTS_IN_FLIGHT
 from bytecheckpoint.testing import time_limit
 
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
@@ -29,8 +29,8 @@ GROWTH = 10 << 20
 
 
 def test_fifty_saves_hold_what_two_held(bucket: str, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_SINGLE_PUT_BYTES", PART)
-    monkeypatch.setattr(writers, "PART_BYTES", PART)
+    monkeypatch.setattr(backend, "SINGLE_PUT_BYTES", PART)
+    monkeypatch.setattr(parts, "PART_BYTES", PART)
     state = {"model": {"weight": torch.zeros(PART // 4 + 1000)}, "extra_state": {"step": 0}}
     early: list[int] = []
     late: list[int] = []
@@ -65,12 +65,12 @@ _UPLOAD = """
 import json, sys
 from pathlib import Path
 from bytecheckpoint.storage_backends import open_backend
-from bytecheckpoint.storage_backends.s3 import writers
+from bytecheckpoint.storage_backends.remote import parts
 
 def status(name):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name + ":"))
 
-root, options, size, piece, writers.PART_BYTES = json.loads(sys.argv[1])
+root, options, size, piece, parts.PART_BYTES = json.loads(sys.argv[1])
 backend = open_backend(root, **options)
 data = bytearray(piece)
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("urllib3")
 pytest.importorskip("aiohttp")
 
 from aiohttp import web
@@ -200,7 +199,7 @@ def test_a_busy_server(server: Server, status: int) -> None:
     assert len(server.requests) == 3
     server.rule = lambda request: web.Response(status=status)
     backend.deadline_s = time_limit(0.5)
-    with pytest.raises(StorageError, match=rf"the server replied {status} .*\(\d+ tries\)"):
+    with pytest.raises(StorageError, match=rf"the server replied {status} .*\(\d+ tries in .*\)"):
         backend.get("object")
 
 
@@ -253,7 +252,7 @@ def test_credentials(server: Server) -> None:
 
 
 def test_an_unreachable_server() -> None:
-    with pytest.raises(StorageError, match=r"Connection refused \(3 tries\)"):
+    with pytest.raises(StorageError, match=r"Connection refused \(3 tries"):
         open_backend("http://127.0.0.1:1/root").get("object")
 
 
@@ -282,7 +281,7 @@ def test_a_body_that_never_ends(server: Server, call: str) -> None:
     server.rule = lambda request: web.Response(body=drip(), status=206, headers=headers)
     backend = open_backend(server.url)
     backend.deadline_s = 0.5
-    with pytest.raises(StorageError, match="did not arrive in time") as caught:
+    with pytest.raises(StorageError, match="did not answer in time") as caught:
         _FOREVER[call](backend)
     assert caught.value.is_late
 
@@ -302,7 +301,7 @@ def test_a_head_that_never_ends() -> None:
         backend = open_backend(f"http://127.0.0.1:{listener.getsockname()[1]}")
         backend.deadline_s = 0.5
         try:
-            with pytest.raises(StorageError, match="did not arrive in time"):
+            with pytest.raises(StorageError, match="did not answer in time"):
                 backend.get("k")
         finally:
             is_over.set()

@@ -206,7 +206,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The options of what was opened with fsspec."""
     found: list[dict[str, Any]] = []
 
-    def record(scheme: str, url: str, options: dict[str, Any]) -> FsspecBackend:
+    def record(scheme: str, url: str, options: dict[str, Any], **_: str) -> FsspecBackend:
         found.append(options)
         return FsspecBackend(url, **options)
 

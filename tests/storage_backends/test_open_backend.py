@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend
 from bytecheckpoint.storage_backends.keys import is_object_key
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
+from bytecheckpoint.version import install_command
 
 
 @pytest.fixture
@@ -83,10 +85,36 @@ def test_unknown_scheme_says_what_is_known() -> None:
         open_backend("nosuch://x/y")
 
 
-def test_scheme_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(UnsupportedURLError, match="gcsfs"):
-        open_backend("gs://bucket/x", client="fsspec")
+MISSING = [
+    ("s3://bucket/x", None, install_command("s3")),
+    ("s3a://bucket/x", None, install_command("s3")),
+    ("gs://bucket/x", None, install_command("fast")),
+    ("az://container/x", None, install_command("fast")),
+    ("gs://bucket/x", "obstore", install_command("fast")),
+    ("gs://bucket/x", "fsspec", "pip install gcsfs"),
+    ("abfs://container/x", "fsspec", "pip install adlfs"),
+    ("hdfs://host/x", None, "pip install hdfs-native"),
+    ("sftp://host/x", None, "paramiko"),
+]
+_WITHOUT_PACKAGES = """
+import json, sys
+for name in "s3fs gcsfs adlfs obstore hdfs_native pyarrow paramiko urllib3 aiohttp requests".split():
+    sys.modules[name] = None
+from bytecheckpoint.errors import UnsupportedURLError
+from bytecheckpoint.storage_backends import open_backend
+open_backend("https://host/x")  # needs no package
+for url, client, command in json.loads(sys.argv[1]):
+    try:
+        open_backend(url, **({"client": client} if client else {}))
+    except UnsupportedURLError as error:
+        assert command in str(error), f"{url}: {error}"
+    else:
+        raise AssertionError(url)
+"""
+
+
+def test_a_package_that_is_missing_is_named_with_the_command() -> None:
+    subprocess.run([sys.executable, "-c", _WITHOUT_PACKAGES, json.dumps(MISSING)], check=True)
 
 
 @pytest.mark.parametrize("url", ["s3:/bucket/x", Path("s3://bucket/x"), "file:/x", "", "file://host/x", "file://x"])
@@ -107,6 +135,7 @@ def test_unknown_options() -> None:
 def test_entry_point_serves_its_scheme(installed: Path) -> None:
     source = """
 from bytecheckpoint.storage_backends.memory import MemoryBackend
+from bytecheckpoint.version import install_command
 
 class Backend(MemoryBackend):
     @classmethod

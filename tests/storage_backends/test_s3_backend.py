@@ -27,11 +27,12 @@ from bytecheckpoint.checkpoint.location import Location, Tier
 from bytecheckpoint.checkpoint.nearest import open_nearest
 from bytecheckpoint.errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
-from bytecheckpoint.storage_backends.s3 import backend as s3_backend
-from bytecheckpoint.storage_backends.s3 import retries, writers
+from bytecheckpoint.storage_backends.remote import backend as remote_backend
+from bytecheckpoint.storage_backends.remote import parts, session
+from bytecheckpoint.storage_backends.remote.failures import common_failure
+from bytecheckpoint.storage_backends.remote.parts import PARTS_IN_FLIGHT
+from bytecheckpoint.storage_backends.remote.session import Request, Session
 from bytecheckpoint.storage_backends.s3.client import Client
-from bytecheckpoint.storage_backends.s3.retries import Request, Retries
-from bytecheckpoint.storage_backends.window import PARTS_IN_FLIGHT
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import FaultyBackend
 from bytecheckpoint.testing.storage import StorageConformance
@@ -111,7 +112,7 @@ def test_s3_bucket_is_never_made(s3: dict[str, Any]) -> None:
 def test_an_abort_while_another_thread_writes(damaged: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other writer gets the buffer into which the thread goes on writing, and no slot or buffer is lost."""
     writer = damaged.create("object", len(DATA))
-    window = _client(damaged).window
+    window = parts.window()
     is_copying, go_on = threading.Event(), threading.Event()
     copy = np.copyto
 
@@ -139,7 +140,7 @@ def test_s3_forgotten_writer_stores_nothing(bucket: str, s3: dict[str, Any]) -> 
     backend = open_backend(f"s3://{bucket}", **s3)
     writer = backend.create("large", 20 * 2**20)
     writer.write(0, bytes(19 * 2**20))
-    window, is_gone = writer._client.window, threading.Event()  # type: ignore[attr-defined]
+    window, is_gone = parts.window(), threading.Event()
     weakref.finalize(writer, is_gone.set)
     del writer
     while not is_gone.wait(0.1):  # the part in flight still uses it
@@ -163,7 +164,7 @@ def proxy(s3: dict[str, Any]) -> Iterator[FaultProxy]:
 @pytest.fixture
 def damaged(proxy: FaultProxy, bucket: str, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> StorageBackend:
     """A backend behind the proxy, with small parts and quick time limits."""
-    monkeypatch.setattr(writers, "PART_BYTES", PART)
+    monkeypatch.setattr(parts, "PART_BYTES", PART)
     backend = open_backend(f"s3://{bucket}/root", **{**s3, "endpoint_url": proxy.url})
     backend.deadline_s = time_limit(20)
     return backend
@@ -221,7 +222,7 @@ def test_many_threads_wait_for_the_memory_of_parts(
     """Each of them holds a part that is not sent. Those whose parts are not begun wait."""
     proxy.rule = lambda exchange: "wait" if exchange.kind == "part" else None
     data, taken = DATA * 6, []
-    window = _client(damaged).window
+    window = parts.window()
     window_taken = window.take_buffer
 
     def take(*arguments: Any) -> Any:
@@ -274,8 +275,8 @@ def test_a_part_that_never_succeeds(
     what: str,
 ) -> None:
     if what == "stall":
-        monkeypatch.setattr(retries, "_MIN_LIMIT_S", time_limit(1.5))
-        monkeypatch.setattr(retries, "_SLOWEST", 1e9)
+        monkeypatch.setattr(session, "_MIN_LIMIT_S", time_limit(1.5))
+        monkeypatch.setattr(session, "_SLOWEST", 1e9)
     damaged.put("object", b"before")
     proxy.rule = lambda exchange: what if exchange.part == 2 else None
     damaged.deadline_s = time_limit(4)
@@ -296,8 +297,8 @@ def test_each_request_of_an_upload_fails_once(
     what: str,
 ) -> None:
     """Also the reply to the last request, after which the upload no longer exists."""
-    monkeypatch.setattr(retries, "_MIN_LIMIT_S", time_limit(1))
-    monkeypatch.setattr(retries, "_SLOWEST", 1e8)
+    monkeypatch.setattr(session, "_MIN_LIMIT_S", time_limit(1))
+    monkeypatch.setattr(session, "_SLOWEST", 1e8)
     failed: set[tuple[str, int | None]] = set()
 
     def rule(exchange: Exchange) -> str | None:
@@ -321,7 +322,7 @@ def test_a_failed_part_whose_callback_is_late(
 ) -> None:
     """A future wakes those that wait for it before it runs its callbacks."""
     monkeypatch.setattr(
-        writers.MultipartWriter, "_has_ended", lambda writer, sent: writer._client.window.release_slot(with_buffer=True)
+        parts.PartsWriter, "_has_ended", lambda writer, sent: parts.window().release_slot(with_buffer=True)
     )
     proxy.rule = lambda exchange: "refuse" if exchange.part == 2 else None
     damaged.deadline_s = time_limit(2)
@@ -473,9 +474,9 @@ def test_a_slow_part_is_sent_a_second_time(
 ) -> None:
     for _ in range(3):
         _write(damaged)
-    monkeypatch.setattr(retries, "_HEDGE_AFTER_S", 0.05)
-    monkeypatch.setattr(retries, "_MAX_HEDGED", 1)
-    caplog.set_level(logging.INFO, "bytecheckpoint.storage_backends.s3.retries")
+    monkeypatch.setattr(session, "_HEDGE_AFTER_S", 0.05)
+    monkeypatch.setattr(session, "_MAX_HEDGED", 1)
+    caplog.set_level(logging.INFO, "bytecheckpoint.storage_backends.remote.session")
     slow: set[int | None] = set()
 
     def rule(exchange: Exchange) -> str | None:
@@ -507,7 +508,7 @@ def test_a_read_that_fails_once(
 ) -> None:
     _write(damaged)
     if what == "stall":
-        monkeypatch.setattr(retries, "_MIN_LIMIT_S", time_limit(1.5))
+        monkeypatch.setattr(session, "_MIN_LIMIT_S", time_limit(1.5))
     proxy.kinds.clear()
     proxy.rule = lambda exchange: what if exchange.number == 1 else None
     first, second = bytearray(1000), bytearray(50_000)
@@ -535,15 +536,15 @@ def test_a_read_beyond_the_end_has_one_deadline(damaged: StorageBackend, monkeyp
     damaged.put("object", b"0123456789")
     damaged.deadline_s = 600
     clock = iter([1000.0, 1599.9])
-    monkeypatch.setattr(s3_backend, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(remote_backend, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     limits: list[float] = []
-    original = Retries.run
+    original = Session.repeat
 
-    async def run(self: Retries, request: Request, send: Callable[[], Any]) -> Any:
+    async def repeat(self: Session, request: Request, send: Callable[[], Any]) -> Any:
         limits.append(request.deadline_s)
         return await original(self, request, send)
 
-    monkeypatch.setattr(Retries, "run", run)
+    monkeypatch.setattr(Session, "repeat", repeat)
     with pytest.raises(StorageError, match="the object has only 10 bytes"):
         damaged.read_into("object", 10, bytearray(5))
     read, look_up = limits
@@ -574,13 +575,13 @@ def test_backends_share_a_client(bucket: str, s3: dict[str, Any], proxy: FaultPr
     options = {**s3, "endpoint_url": proxy.url}
     first, second = (open_backend(f"s3://{bucket}/{name}", **options) for name in "ab")
     other = open_backend(f"s3://{bucket}/a", **options, config_kwargs={"read_timeout": 7})
-    clients = [backend._client() for backend in (first, second, other)]  # type: ignore[attr-defined]
+    clients = [backend._session() for backend in (first, second, other)]  # type: ignore[attr-defined]
     assert clients[0] is clients[1]
     assert clients[0] is not clients[2]
 
 
 def _client(backend: StorageBackend) -> Client:
-    client: Client = backend._client()  # type: ignore[attr-defined]
+    client: Client = backend._session()  # type: ignore[attr-defined]
     return client
 
 
@@ -597,14 +598,14 @@ def test_bytes_are_signed_where_the_connection_does_not_protect_them(
 def test_the_time_of_a_small_request_is_not_the_rate_of_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a stalled part would be noticed after hours."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(retries, "time", clock)
-    sender = retries.Retries()
+    monkeypatch.setattr(session, "time", clock)
+    sender = Session(common_failure)
 
     async def answer() -> None:
         clock.now += 0.05
 
-    asyncio.run(sender.run(retries.Request("reading", 100, "read", nbytes=1), answer))
-    assert sender._limit(retries.Request("reading", 100, "read", nbytes=16 << 20)) == retries._MIN_LIMIT_S
+    asyncio.run(sender.repeat(Request("reading", 100, "read", nbytes=1), answer))
+    assert sender._limit(Request("reading", 100, "read", nbytes=16 << 20)) == session._MIN_LIMIT_S
 
 
 def test_the_cause_is_not_that_the_last_try_had_no_time_left() -> None:
@@ -617,4 +618,4 @@ def test_the_cause_is_not_that_the_last_try_had_no_time_left() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(StorageError, match=r"reset by the store \(2 tries"):
-        asyncio.run(retries.Retries().run(retries.Request("reading", time_limit(1), "read"), answer))
+        asyncio.run(Session(common_failure).repeat(Request("reading", time_limit(1), "read"), answer))

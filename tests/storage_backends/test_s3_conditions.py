@@ -16,13 +16,13 @@ import bytecheckpoint as bcp
 from bytecheckpoint.control.single import SingleProcess
 from bytecheckpoint.errors import CommitUnknownError, KeyChangedError, KeyExistsError, StorageError
 from bytecheckpoint.storage_backends import Conditions, StorageBackend, open_backend
-from bytecheckpoint.storage_backends.s3.probe import is_known_endpoint
+from bytecheckpoint.storage_backends.s3.client import is_known_endpoint
 from bytecheckpoint.testing import time_limit
 
 pytestmark = pytest.mark.s3
 
 BOTH = Conditions(if_absent=True, if_version=True)
-LOG = "bytecheckpoint.storage_backends.s3.probe"
+LOG = "bytecheckpoint.storage_backends.s3.client"
 
 
 @pytest.fixture

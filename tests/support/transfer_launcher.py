@@ -56,11 +56,11 @@ def launcher() -> Iterator[Launcher]:
 def _serve() -> None:
     from bytecheckpoint.cli import cli
     from bytecheckpoint.convert.copy import copy
-    from bytecheckpoint.storage_backends.s3 import writers
+    from bytecheckpoint.storage_backends.remote import parts
     from bytecheckpoint.transfer.copying import copy_checkpoint
     from bytecheckpoint.transfer.transfer import Transfer
 
-    writers.PART_BYTES = _CHILD_PART_BYTES
+    parts.PART_BYTES = _CHILD_PART_BYTES
     for line in sys.stdin:
         window, *arguments = json.loads(line)
         pid = os.fork()

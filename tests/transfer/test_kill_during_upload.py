@@ -169,9 +169,9 @@ _SAVE = """
 import json, sys
 import numpy, torch
 import bytecheckpoint as bcp
-from bytecheckpoint.storage_backends.s3 import writers
+from bytecheckpoint.storage_backends.remote import parts
 
-writers.PART_BYTES = int(sys.argv[4])
+parts.PART_BYTES = int(sys.argv[4])
 numbers = numpy.random.default_rng(0).integers(0, 255, 54 << 20, numpy.uint8)
 state = {"model": {"t": torch.from_numpy(numbers)}, "extra": {"step": 7}}
 location = bcp.Location(sys.argv[1], tier=bcp.Tier(sys.argv[2]), storage_options=json.loads(sys.argv[3]))

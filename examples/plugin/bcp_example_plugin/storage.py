@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing_extensions import Buffer
 
 from bytecheckpoint.errors import KeyChangedError, KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
 from bytecheckpoint.storage_backends import (
+    BufferedWriter,
     Conditions,
     ObjectStat,
     ObjectWriter,
     StorageBackend,
-    WrittenRanges,
     byte_view,
     check_children_prefix,
     check_key,
@@ -90,7 +89,7 @@ class SQLiteBackend(StorageBackend):
 
     def create(self, key: str, size: int) -> ObjectWriter:
         check_key(key)
-        return _SQLiteWriter(self, key, size)
+        return BufferedWriter(f"writing {key!r} in {self.url}", size, lambda content: self.put(key, content))
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
         view = byte_view(buffer)
@@ -163,40 +162,3 @@ class SQLiteBackend(StorageBackend):
                 yield connection
         except sqlite3.Error as error:
             raise StorageError(f"{action} in {self.url}: {error}") from error
-
-
-class _SQLiteWriter(ObjectWriter):
-    def __init__(self, backend: SQLiteBackend, key: str, size: int) -> None:
-        self._backend, self._key = backend, key
-        self._action = f"writing {key!r} in {backend.url}"
-        self._written = WrittenRanges(self._action, size)
-        self._content: bytearray | None = bytearray(size)
-        self._lock = threading.Lock()
-
-    def write(self, offset: int, data: Buffer) -> None:
-        view = byte_view(data)
-        with self._lock:
-            content = self._check_open()
-            self._written.add(offset, len(view))
-            content[offset : offset + len(view)] = view
-
-    def shrink(self, size: int) -> None:
-        with self._lock:
-            self._written.shrink(size)
-            del self._check_open()[size:]
-
-    def complete(self) -> None:
-        with self._lock:
-            content = self._check_open()
-            self._written.check_whole()
-            self._backend.put(self._key, content)
-            self._content = None
-
-    def abort(self) -> None:
-        with self._lock:
-            self._content = None
-
-    def _check_open(self) -> bytearray:
-        if self._content is None:
-            raise StorageError(f"{self._action}: the writer is already complete or aborted")
-        return self._content

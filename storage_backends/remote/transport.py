@@ -1,109 +1,49 @@
-"""Requests that blocking threads send from the caller's memory, and whose replies they read straight into it.
+"""HTTP requests that blocking threads send from the caller's memory, and whose replies they read straight into it.
 
 An event loop copies each byte of a reply three times and of an upload once, and encrypts or decrypts all of them on one
 thread. A thread needs no copy besides the kernel's, and works without the GIL, which takes less than half of the
-processor time. aiobotocore still makes and signs each request, and interprets the reply; only the transport is another.
+processor time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import http.client
-import io
-import os
 import select
 import socket
 import ssl
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from botocore.awsrequest import HeadersDict
-from botocore.exceptions import EndpointConnectionError, SSLError
-from botocore.httpsession import get_cert_path
-from botocore.utils import get_environ_proxies
+from ...errors import StorageError
+from .failures import ShortReplyError
 
-from .replies import ShortReplyError
-
-__all__ = ["Body", "Connections", "DirectReply"]
+__all__ = ["Connections", "Reply"]
 
 _T = TypeVar("_T")
 
 _QUICK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux
-_PIECE_BYTES = 256 << 10
+_READ_BYTES = 1 << 20
 _MAX_IDLE_S = 12.0  # stores close connections that are idle for longer
 
 
-class Body:
-    """The bytes of a request's body, which are sent without a copy of all of them.
-
-    botocore reads them to sign them. Where aiohttp sends them, it iterates: a file it would read in other threads,
-    64 KiB at a time, which takes longer than to send them.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        self.data, self._at = data, 0
-
-    async def __aiter__(self) -> AsyncIterator[memoryview | bytes]:
-        while piece := self.read(_PIECE_BYTES):
-            yield piece
-
-    def read(self, size: int = -1) -> memoryview | bytes:
-        """Return a view of the next bytes; ``b""`` at the end."""
-        end = len(self.data) if size < 0 else self._at + size
-        piece = self.data[self._at : end]
-        self._at += len(piece)
-        return piece or b""
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self.data)}[whence]
-        self._at = start + offset
-        return self._at
-
-    def tell(self) -> int:  # word-ok: botocore calls it
-        return self._at
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-
 class Connections:
-    """Connections for the requests of one client. Thread-safe.
+    """Connections for the requests of one client. Thread-safe; a forked child needs its own."""
 
-    Attributes:
-        verify: Whether to check certificates, or the path of those of the authorities.
-        connect_s: How long connecting may take.
-    """
-
-    def __init__(self, *, verify: bool | str, connect_s: float, threads: int) -> None:
-        self.verify, self.connect_s = verify, connect_s
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-s3")
+    def __init__(self, make_tls: Callable[[], ssl.SSLContext], *, connect_s: float, threads: int) -> None:
+        """``make_tls`` is called for the first https request; ``connect_s`` is how long connecting may take."""
+        self._make_tls, self._connect_s = make_tls, connect_s
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="bcp-http")
         self._lock = threading.Lock()
         self._tls: ssl.SSLContext | None = None
         self._idle: dict[tuple[str, str], list[tuple[float, _Connection]]] = defaultdict(list)
-
-    @classmethod
-    def attach(cls, client: Any, *, verify: bool | str | None, threads: int) -> Connections | None:
-        """Take over the requests of aiobotocore's ``client``.
-
-        Returns None, and leaves the client as it is, if it needs a proxy, a client certificate or other connectors.
-        """
-        config = client.meta.config
-        proxies = config.proxies or get_environ_proxies(client.meta.endpoint_url)
-        connector = set(getattr(config, "connector_args", None) or ()) - {"keepalive_timeout"}  # which has a default
-        if proxies or config.client_cert or connector:
-            return None
-        if verify is None:
-            verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
-        made = cls(verify=verify, connect_s=config.connect_timeout, threads=threads)
-        client.meta.events.register("before-send.s3", made._send)
-        return made
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -113,23 +53,15 @@ class Connections:
         for connection in idle:
             connection.close()
 
-    async def _send(self, request: Any, **_: object) -> DirectReply | None:
-        """Send a signed request. botocore takes the result for the reply, and sends it itself if there is none."""
-        body = request.body
-        if hasattr(body, "read"):
-            if not isinstance(body, Body):
-                return None
-            body = body.data
-        url = urlsplit(request.url)
-        connection = self._connect((url.scheme, url.netloc))
-        target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
-        headers = {name: value if isinstance(value, str) else value.decode() for name, value in request.headers.items()}
-        # http.client would send the body without waiting for "100 Continue".
-        headers.pop("Expect", None)
+    async def send(self, method: str, url: str, headers: dict[str, str], body: bytes | memoryview | None) -> Reply:
+        """Send a request; return the reply, whose body is still to be read."""
+        parts = urlsplit(url)
+        connection = self._connect((parts.scheme, parts.netloc))
+        target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         if not connection.is_open:
             await self.run(connection, connection.open)
-        send = partial(connection.send, request.method, target, headers, body or None)
-        return DirectReply(self, connection, await self.run(connection, send, waits=bool(body)))
+        send = partial(connection.send, method, target, headers, body)
+        return Reply(self, connection, await self.run(connection, send, waits=bool(body)))
 
     async def run(self, connection: _Connection, work: Callable[[], _T], *, waits: bool = False) -> _T:
         """Run ``work``, which uses the connection, in a thread.
@@ -162,22 +94,13 @@ class Connections:
             with self._lock:
                 idle = self._idle[origin]
                 if not idle:
-                    return _Connection(origin, self._context() if origin[0] == "https" else None, self.connect_s)
+                    if origin[0] == "https" and self._tls is None:
+                        self._tls = self._make_tls()
+                    return _Connection(origin, self._tls if origin[0] == "https" else None, self._connect_s)
                 since, connection = idle.pop()
             if time.monotonic() - since < _MAX_IDLE_S and connection.is_alive():
                 return connection
             connection.close()
-
-    def _context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            if not self.verify:
-                self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
-            elif os.path.isdir(path := get_cert_path(self.verify)):
-                self._tls.load_verify_locations(capath=path)
-            else:
-                self._tls.load_verify_locations(path)
-        return self._tls
 
 
 class _Connection:
@@ -230,14 +153,11 @@ class _Connection:
             self._socket.setsockopt(socket.IPPROTO_TCP, _QUICK, 1)
 
     def open(self) -> None:
-        """Connect. Raises errors of botocore."""
-        url = "://".join(self.origin)
+        """Connect."""
         try:
             self._http.connect()
-        except ssl.SSLError as error:
-            raise SSLError(endpoint_url=url, error=error) from error
         except OSError as error:
-            raise EndpointConnectionError(endpoint_url=url, error=error) from error
+            raise ConnectionError(f"cannot connect to {'://'.join(self.origin)}: {error}") from error
         opened: socket.socket = self._http.sock
         opened.settimeout(None)  # ``interrupt`` ends what takes too long
         self._socket = opened
@@ -248,7 +168,9 @@ class _Connection:
             return work()
         except BaseException as error:
             self.close()
-            if isinstance(error, (OSError, http.client.HTTPException)) and not isinstance(error, ConnectionError):
+            if isinstance(error, OSError | http.client.HTTPException) and not isinstance(
+                error, ConnectionError | StorageError
+            ):
                 raise ConnectionError(f"{type(error).__name__}: {error}") from error
             raise
 
@@ -275,34 +197,26 @@ class _Connection:
             self._response.close()
 
 
-class DirectReply:
-    """A reply whose body was not read yet. aiobotocore's parser sees its own kind of reply."""
+class Reply:
+    """A reply whose body was not read yet."""
 
     def __init__(self, connections: Connections, connection: _Connection, response: http.client.HTTPResponse) -> None:
-        self.status_code = response.status
-        self.headers = HeadersDict(response.getheaders())
+        self.status, self.reason, self.headers = response.status, response.reason, response.headers
         self._connections, self._connection, self._response = connections, connection, response
         self._content: bytes | None = None
 
-    @property
-    def raw(self) -> DirectReply:
-        """The body, for aiobotocore."""
-        return self
+    async def read(self, check_size: Callable[[int], None] = lambda size: None) -> bytes:
+        """Return the whole body. ``check_size`` may raise for as many bytes as have been read so far."""
 
-    @property
-    def raw_stream(self) -> DirectReply:
-        """The body, also where an older aiobotocore wraps ``raw``."""
-        return self
+        def read() -> bytes:
+            found = bytearray()
+            while piece := self._response.read(_READ_BYTES):
+                found += piece
+                check_size(len(found))
+            return bytes(found)
 
-    @property
-    def content(self) -> Awaitable[bytes]:
-        """The whole body, for aiobotocore; it reads the body of an error twice."""
-        return self.read()
-
-    async def read(self) -> bytes:
-        """Return the whole body."""
         if self._content is None:
-            self._content = await self._connections.run(self._connection, self._response.read)
+            self._content = await self._connections.run(self._connection, read)
             self._end()
         return self._content
 
