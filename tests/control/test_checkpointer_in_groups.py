@@ -66,5 +66,6 @@ def save_and_load(rank, world_size, folder, layout):
 
 
 @pytest.mark.parametrize("layout", ["shards", "whole"])
+@pytest.mark.sampled(2)
 def test_an_fsdp2_model_is_saved_and_loaded(rank_pool, tmp_path, layout):
     assert rank_pool.run(save_and_load, str(tmp_path), layout, world_size=WORLD) == [[]] * WORLD

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -67,6 +68,7 @@ def train(rank, world_size):
         return total, saves.result()
 
 
+@pytest.mark.sampled(1)
 def test_operations_run_during_a_thousand_collectives(rank_pool):
     results = rank_pool.run(train, world_size=WORLD)
     total = sum(step * WORLD + sum(range(WORLD)) for step in range(STEPS))

@@ -72,6 +72,7 @@ def _load(rank: int, world_size: int, name: str, path: str) -> list[str]:
 
 @pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", SAVED)
+@pytest.mark.sampled(6)
 def test_whole_tensors_are_the_gathered_ones(pool: RankPool, tmp_path: Path, name: str, use_async: bool) -> None:
     """Bit by bit, model and optimizer, 0-d, empty and odd dtypes among them; and they load into other layouts."""
     paths = {layout: str(tmp_path / layout) for layout in ("shards", "merged", "whole")}
