@@ -62,7 +62,7 @@ CHECK_PARTS := $(LINT_PARTS) test-fast
 FAST_TESTS := tests/planners tests/format tests/values tests/golden tests/cli tests/repo tests/saving/test_bad_input.py \
   tests/saving/test_write_images.py tests/loading/test_load_rules.py tests/engine tests/state/test_state_tensors.py
 
-.PHONY: help demo test test-full check test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format bench gpu dist clean test-oldest test-newest test-floors test-resolve
+.PHONY: help demo test test-full check coverage test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format bench gpu dist clean test-oldest test-newest test-floors test-resolve
 
 help:
 	@echo "make demo       train, kill a rank during a save, resume on other layouts (about two minutes)"
@@ -83,6 +83,7 @@ help:
 	@echo "make test-floors   the quick tests with the oldest and with the newest versions that pyproject.toml allows"
 	@echo "make test-resolve  whether every extra can be installed on every Python, also together with other packages"
 	@echo "make test-pairs   the matrix of all frameworks and shardings, which needs both of these environments"
+	@echo "make coverage   which lines and branches of the library the tests of test-main run (BCP_TEST_FULL=1: all of them)"
 	@echo "make format     format the code and apply the linter's fixes"
 	@echo "make bench      benchmarks against hardware limits and other systems; writes docs/performance.md (half an hour;"
 	@echo "                BENCH_ARGS='--peers all' for more systems, BENCH_ARGS='--scale 0.01 --rounds 1' for a trial run)"
@@ -142,6 +143,14 @@ contracts: $(STAMP)
 
 test-main: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=25 $(PYTEST_ARGS)
+
+# Of all processes, except those that a test kills. It takes three times as long as test-main.
+coverage: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c $(PINS) coverage
+	$(BIN)/coverage erase
+	-$(BIN)/coverage run -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --show-missing --skip-covered --sort=cover
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not slow and not s3" -n $(JOBS) --dist worksteal -q $(PYTEST_ARGS)
@@ -241,5 +250,5 @@ gpu:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-* build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-* build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage*
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -164,6 +164,8 @@ class RankPool:
 
     def close(self) -> None:
         """Kill all ranks, and wait until they have ended."""
+        if "coverage" in sys.modules:
+            self._end()
         self._kill()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -215,6 +217,14 @@ class RankPool:
             self._kill()
         # The bytes come from this process's own children.
         return [pickle.loads(call.results[n]) if n in call.results else None for n in range(len(calls))]  # noqa: S301
+
+    def _end(self) -> None:
+        """Let the ranks write down what they have measured: killed, they would lose it."""
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.connection.send(None)
+        for rank in self._ranks:
+            rank.process.join(time_limit(_AFTER_FAILURE_S))
 
     def _kill(self) -> None:
         ranks, self._ranks = self._ranks, []
