@@ -380,6 +380,7 @@ def test_a_thousand_operations_leave_no_state(rank_pool):
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["foreign", "unpicklable"])
+@pytest.mark.sampled(6)
 def test_every_rank_raises_the_same_cause(rank_pool, failing, kind):
     results = rank_pool.run(one_rank_raises, failing, kind, world_size=4)
     assert len({result[0][:2] for result in results}) == 1

@@ -269,6 +269,7 @@ def environment(rank, world_size):
 
 @pytest.mark.parametrize("group_size", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("size", [0, LARGE])
+@pytest.mark.sampled(4)
 def test_messages_arrive_in_order(pool, group_size, size):
     assert pool.run(messages, group_size, size, world_size=WORLD) == [True] * WORLD
 

@@ -613,6 +613,7 @@ def test_a_manager_in_another_thread_warns_about_signals(tmp_path: Path, caplog:
 # -- the end of the interpreter ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2, of="ends of a manager's process")
 def test_a_forked_worker_that_ends_does_not_affect_its_parent(tmp_path: Path) -> None:
     """A data loader's worker is forked while a save is in flight, and ends while that still is."""
     script = textwrap.dedent(
@@ -652,6 +653,7 @@ def test_a_forked_worker_that_ends_does_not_affect_its_parent(tmp_path: Path) ->
     assert _names(tmp_path) == ["step-1"]
 
 
+@pytest.mark.sampled(2, of="ends of a manager's process")
 def test_a_manager_that_was_not_closed_finishes_its_saves(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
@@ -675,6 +677,7 @@ def _run(script: str, *arguments: object, stdin: int | None = None) -> subproces
     return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.sampled(2, of="ends of a manager's process")
 def test_a_manager_that_was_dropped_does_not_keep_the_process(tmp_path: Path) -> None:
     """The root is released at exit, although the heartbeat comes only every 300 s."""
     script = """

@@ -149,6 +149,7 @@ def _guest(address: ArenaAddress) -> subprocess.Popen[str]:
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("end", ["leaves", "is killed", "is stopped, and killed"])
+@pytest.mark.sampled(1)
 def test_memory_stays_while_another_process_has_it_open(end: str) -> None:
     arena = DeviceArena(100)
     address = arena.address

@@ -21,7 +21,7 @@ import vllm_loras
 from vllm_loras import LONG, lora, merge_descriptions
 from vllm_pushes import ENVIRONMENT, made, reference_tokens
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(2, of="engines of vLLM")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(1, of="engines of vLLM")]
 
 
 def _run(folder: Path, steps: list[Any], **engine: Any) -> list[Any]:

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 import vllm_pushes
 from vllm_pushes import ENVIRONMENT, made, reference_tokens
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(2, of="engines of vLLM")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(1, of="engines of vLLM")]
 
 
 def _serves(seed: int) -> list[Any]:

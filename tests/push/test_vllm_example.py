@@ -13,7 +13,7 @@ from bytecheckpoint.testing import time_limit
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(2, of="engines of vLLM")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(1, of="engines of vLLM")]
 
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rl_loop.py"
 

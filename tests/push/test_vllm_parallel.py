@@ -18,7 +18,7 @@ from vllm_pushes import made, reference_tokens, run_pushes
 
 import bytecheckpoint as bcp
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(2, of="engines of vLLM")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(1, of="engines of vLLM")]
 
 _RING = 100_000  # bytes that a worker may take: a few chunks
 _EXTENSION = {"worker_extension_cls": "vllm_fault.FaultyWorkers"}

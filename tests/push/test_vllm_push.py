@@ -78,7 +78,7 @@ def test_failures_leave_the_old_version(tmp_path: Path) -> None:
     assert "serves version 2" in found[10]["message"]
 
 
-@pytest.mark.sampled(2, of="engines of vLLM")
+@pytest.mark.sampled(1, of="engines of vLLM")
 def test_reloads_and_sleep_between_pushes(tmp_path: Path) -> None:
     """From a checkpoint, which a reload and the rollback of the first push read again. On CPUs, vLLM only pretends to
     sleep."""
@@ -103,7 +103,7 @@ def test_reloads_and_sleep_between_pushes(tmp_path: Path) -> None:
     assert not [result for result in found[2:] if isinstance(result, dict) and "error" in result]
 
 
-@pytest.mark.sampled(2, of="engines of vLLM")
+@pytest.mark.sampled(1, of="engines of vLLM")
 def test_by_its_own_weight_transfer_and_its_draft_model(tmp_path: Path) -> None:
     """At two workers, see test_vllm_server. A draft model is no good but for the tokens of its own weights."""
     steps: list[Any] = []

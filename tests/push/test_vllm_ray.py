@@ -23,7 +23,7 @@ from bytecheckpoint.inference.push import NativeEngine, Pusher, RpcEngine
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.sampled(2, of="engines of vLLM"),
+    pytest.mark.sampled(1, of="engines of vLLM"),
     pytest.mark.filterwarnings("ignore"),
 ]  # the warnings are Ray's own
 

@@ -24,7 +24,7 @@ from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push import HttpEngine, NativeEngine, Pusher
 from bytecheckpoint.testing.ranks import RankPool
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(2, of="engines of vLLM")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(1, of="engines of vLLM")]
 
 _REPLICAS = 2
 

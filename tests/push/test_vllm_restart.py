@@ -23,7 +23,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.inference.push.engines.base import ask
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(2, of="engines of vLLM")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(1, of="engines of vLLM")]
 
 _ABSENT = "http://127.0.0.1:9"
 

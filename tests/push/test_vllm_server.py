@@ -177,7 +177,7 @@ def _digests(url: str) -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.sampled(2, of="engines of vLLM")
+@pytest.mark.sampled(1, of="engines of vLLM")
 def test_joins_of_other_layouts_while_an_engine_goes_on(server: str, tmp_path: Path) -> None:
     """The server, of two workers, gives to an engine of two pipeline stages and other weights, and gets others back."""
     with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher:

@@ -193,7 +193,7 @@ def test_a_newer_format_version(committed: Path) -> None:
     raw = file.read_bytes()
     file.write_bytes(with_version(raw, 3))
     for read in (bcp.open, lambda path: bcp.load(path, _tree(value=1, weight=torch.zeros(3)))):
-        with pytest.raises(UnsupportedVersionError, match=r"version 3\b.*\b1, 2\b") as caught:
+        with pytest.raises(UnsupportedVersionError, match=r"version 3\b.*\b1\b") as caught:
             read(committed)
         assert str(file) in str(caught.value)
     before = set(keys_of(committed))

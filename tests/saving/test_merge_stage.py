@@ -147,6 +147,7 @@ def _save_large(
     [(False, None, False), (True, None, False), (True, 24 * MIB, False), (True, None, True)],
     ids=["sync", "async", "small budget", "gate"],
 )
+@pytest.mark.sampled(2)
 def test_tensors_of_many_pieces_in_bounded_memory(
     pool: RankPool, tmp_path: Path, use_async: bool, budget: int | None, gate: bool
 ) -> None:
@@ -269,6 +270,7 @@ def _die_in(rank: int, world_size: int, path: str, point: str, victim: int, use_
 
 @pytest.mark.parametrize("victim", [0, 3], ids=["first", "last"])
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.sampled(3)
 def test_a_rank_that_is_killed_in_the_stage_is_named(pool: RankPool, tmp_path: Path, point: str, victim: int) -> None:
     path = str(tmp_path / "checkpoint")
     results = pool.run(
@@ -313,6 +315,7 @@ def _fail_in(rank: int, world_size: int, path: str, point: str, victim: int, use
 @pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.sampled(6)
 def test_a_failure_in_the_stage_is_everyones_and_leaves_nothing(
     pool: RankPool, tmp_path: Path, point: str, victim: int, use_async: bool
 ) -> None:

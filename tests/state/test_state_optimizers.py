@@ -112,6 +112,7 @@ def test_on_a_plain_model(kind: str, tmp_path: Path) -> None:
 
 # torch's Adafactor cannot step a sharded matrix: it squares a norm over the sharded dimension in place.
 @pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "adafactor"])
+@pytest.mark.sampled(5)
 def test_on_fsdp2(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(_round_trip, kind, str(tmp_path / "checkpoint"), world_size=2)
 

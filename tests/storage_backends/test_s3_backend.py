@@ -288,6 +288,7 @@ def test_a_part_that_never_succeeds(
 
 
 @pytest.mark.parametrize("what", ["reset", "stall", "lose", "refuse"])
+@pytest.mark.sampled(2)
 def test_each_request_of_an_upload_fails_once(
     damaged: StorageBackend,
     proxy: FaultProxy,
