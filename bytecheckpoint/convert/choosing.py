@@ -11,7 +11,7 @@ import numpy as np
 
 from ..checkpoint.index import Index
 from ..errors import NameCollisionError
-from ..format.manifest import Manifest, SectionInfo
+from ..format.manifest import SectionInfo
 from ..frameworks.sections import split_rank_name
 from ..tensors.tables import TensorTable
 
@@ -49,25 +49,10 @@ def chosen_part(
     ]
     tensors = TensorTable.build(rows)
     infos = [SectionInfo(sections[one.name], one.kind) for one in old.sections if one.name in sections]
-    manifest = Manifest.assemble(
-        library_version=old.library_version,
-        step=old.step,
-        created=old.created,
-        world_size=old.world_size,
-        attempt=old.attempt,
-        metadata=old.metadata,
-        sections=infos,
-        files=old.files,
-        tensors=tensors,
-        scope=old.scope[kept],
-        shards=moved,
-        shard_file=old.shard_file[shards],
-        shard_offset=shards,
-        aliases=aliases,
+    manifest, order = old.with_tensors(
+        infos, tensors, old.scope[kept], moved, old.shard_file[shards], old.shard_offset[shards], aliases
     )
-    order = manifest.shard_offset  # of the old shards, which assemble has sorted
-    manifest.shard_offset = old.shard_offset[order]
-    views = None if index.views is None else index.views.take(order)
+    views = None if index.views is None else index.views.take(shards[order])
     values = tuple(
         one._replace(section=sections[one.section])
         for one in index.foreign_values

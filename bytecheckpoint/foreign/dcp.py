@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ..checkpoint.index import Index
@@ -23,7 +22,7 @@ from .archives import EmbeddedArchives, read_embedded
 from .building import IndexBuilder, Piece, StoredLeaf
 from .naming import sections_of
 from .pickles import Global, Instance, Storage, TensorRef, explain, interpret, storage_dtype
-from .place import Place
+from .place import Place, read_all
 from .torch_values import TorchValues
 
 __all__ = ["METADATA_KEY", "DcpFolder", "Item", "read_dcp"]
@@ -32,7 +31,6 @@ METADATA_KEY = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _HEADERS = "all_tensor_metadata"
-_THREADS = 16  # of reads that wait for the store
 
 
 def read_dcp(place: Place) -> Index | None:
@@ -226,10 +224,9 @@ class DcpFolder:
         by_file: dict[str, list[Item]] = defaultdict(list)
         for item in items - self._headers.keys():
             by_file[item.file].append(item)
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
-            read = pool.map(self._read_file, by_file, by_file.values())
-            for group, archives in zip(by_file.values(), read):
-                found.update((item, archive.value) for item, archive in zip(group, archives))
+        read = read_all(lambda file: self._read_file(file, by_file[file]), by_file)
+        for group, archives in zip(by_file.values(), read, strict=True):
+            found.update((item, archive.value) for item, archive in zip(group, archives))
         return found
 
     def _plain_tensor(self, item: Item, header: bytes) -> Any:

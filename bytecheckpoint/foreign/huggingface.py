@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..checkpoint.index import Index
-from ..errors import NotACheckpointError
+from ..errors import CorruptionError, FormatError, KeyNotFoundError, NotACheckpointError
 from ..format.hf_index import INDEX_KEY
+from .archives import read_archive
 from .building import IndexBuilder, StoredLeaf
-from .naming import MODEL_SECTION
-from .place import Place
+from .naming import MODEL_SECTION, is_state_dict, module_names
+from .place import Place, read_all
 from .safetensors_folder import SafetensorsFolder, meta_of
-from .torch_folder import add_torch_model
+from .torch_values import TorchValues
 from .trainer import STATE_KEY, TrainerState
+from .weight_map import check_weight_map, read_weight_map
 
 __all__ = ["read_huggingface"]
+
+_BIN_INDEX_KEY = "pytorch_model.bin.index.json"
+_BIN_KEYS = ("pytorch_model.bin", "adapter_model.bin")
+"""The names of a model in one file."""
 
 
 def read_huggingface(place: Place) -> Index | None:
@@ -23,7 +31,7 @@ def read_huggingface(place: Place) -> Index | None:
     A folder with safetensors files is read from these, even if it also has files of ``torch.save``. Those have CRC-32s;
     safetensors files have no checksums.
 
-    Raises what ``SafetensorsFolder`` and ``add_torch_model`` raise for damaged files and for a folder with several
+    Raises what ``SafetensorsFolder`` and ``_add_torch_model`` raise for damaged files and for a folder with several
     models, ``UnsupportedTensorError`` for a dtype that torch does not have, and ``NotACheckpointError`` for a folder
     of GGUF files only.
     """
@@ -36,7 +44,7 @@ def read_huggingface(place: Place) -> Index | None:
     if place.name:
         return None
     builder = IndexBuilder(place.backend, "torch.save")
-    if add_torch_model(place, builder):
+    if _add_torch_model(place, builder):
         return _build(place, builder)
     gguf = next((name for name in names if name.endswith(".gguf")), None)
     if gguf is not None:
@@ -64,3 +72,49 @@ def _add_safetensors(folder: SafetensorsFolder, builder: IndexBuilder) -> None:
             meta = meta_of(record, f"{folder.backend.url}/{key}")
             leaf = StoredLeaf.whole(meta, file, header.data_start + record.begin)
             builder.add_tensor(MODEL_SECTION, record.name, leaf)
+
+
+def _add_torch_model(place: Place, builder: IndexBuilder) -> bool:
+    """Add the section ``model`` of a folder to an index; False if the folder has no such model.
+
+    Raises ``CorruptionError`` for a missing file, ``FormatError`` for a damaged one, one without a state dict, or one
+    that disagrees with the index, and ``NotACheckpointError`` for several models.
+    """
+    found = [name for name in _BIN_KEYS if name in place.children]
+    index = read_weight_map(place.backend, _BIN_INDEX_KEY, ".bin") if _BIN_INDEX_KEY in place.children else None
+    if index is not None:
+        found = [_BIN_INDEX_KEY, *(name for name in found if name not in index.values())]
+    if not found:
+        return False
+    if len(found) > 1:
+        raise NotACheckpointError(
+            f"{place.url} holds both {found[0]} and {found[1]}, which are different models; name the file to use, or "
+            f"remove the other"
+        )
+    files = found if index is None else sorted(set(index.values()))
+    documents = read_all(lambda file: _read_model(place, file), files)
+    values = TorchValues(builder)
+    tensors: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for file, document in zip(files, documents):
+        tree = values.tree(document)
+        if not is_state_dict(tree) and tree != {}:
+            raise FormatError(f"{place.backend.url}/{file}: it does not hold a model's tensors by name")
+        for name, leaf in tree.items():
+            if name in tensors:
+                raise FormatError(f"{place.url}: {name!r:.200} is in {places[name]} and in {file}")
+            tensors[name], places[name] = leaf, file
+    if index is not None:
+        check_weight_map(index, places, place.url, _BIN_INDEX_KEY)
+    builder.add_section(MODEL_SECTION, "module")
+    builder.add_tree(MODEL_SECTION, module_names(tensors))
+    return True
+
+
+def _read_model(place: Place, file: str) -> Any:
+    try:
+        return read_archive(place.backend, file).value
+    except KeyNotFoundError as error:
+        raise CorruptionError(
+            f"{place.backend.url}/{file}: file is missing, but {_BIN_INDEX_KEY} names it; fetch it again"
+        ) from error

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Self, TypeVar
 
 from ..checkpoint.location import Location
 from ..errors import KeyNotFoundError
 from ..storage_backends.base import StorageBackend
 
-__all__ = ["Place", "open_parent"]
+__all__ = ["Place", "open_parent", "read_all"]
+
+_THREADS = 16  # that wait for the store
+
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -56,3 +62,9 @@ def open_parent(location: Location, deadline_s: float | None = None) -> StorageB
     url = location.url
     folder = url.rpartition("/")[0] or ("/" if url.startswith("/") else ".")
     return replace(location, url=folder).open(deadline_s)
+
+
+def read_all(read: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
+    """Return what ``read`` returns for each item; several of them wait for the store at the same time."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
+        return list(pool.map(read, items))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +18,7 @@ from ..tensors.shards import Path
 from .building import IndexBuilder, Piece, StoredLeaf
 from .huggingface import read_huggingface
 from .naming import MODEL_SECTION
-from .place import Place
+from .place import Place, read_all
 from .reindexing import Stored, rule_name
 from .torch_files import read_torch_file
 
@@ -27,7 +26,6 @@ __all__ = ["stored_by_ranks"]
 
 _SECTION = "files"  # of the tables that describe the files; only messages show it
 _SYSTEM = "files of ranks"
-_THREADS = 16  # of reads that wait for the store
 
 _Members = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -45,8 +43,7 @@ def stored_by_ranks(place: Place, rules: Rules) -> Stored:
         files = rules.rank_files(keys)
     except RuleError as error:
         raise RuleError(f"{place.url}: {error}", error.faults) from error
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
-        read = list(pool.map(lambda one: _read(place, one), files))
+    read = read_all(lambda one: _read(place, one), files)
     return _Folder(place, rules, files, read).stored()
 
 

@@ -260,24 +260,7 @@ class _Reindexing:
         file = stored.shard_file[row] if len(row) else row
         offset = stored.shard_offset[row] + self._starts(stored, row, within) if len(row) else row
         tensors = TensorTable.build(names)
-        manifest = Manifest.assemble(
-            library_version=old.library_version,
-            step=old.step,
-            created=old.created,
-            world_size=old.world_size,
-            attempt=old.attempt,
-            metadata=old.metadata,
-            sections=list(sections.values()),
-            files=old.files,
-            tensors=tensors,
-            scope=scope,
-            shards=shards,
-            shard_file=file,
-            shard_offset=np.arange(len(shards)),
-            aliases=aliases,
-        )
-        order = manifest.shard_offset  # of the rows, which assemble has sorted
-        manifest.shard_offset = offset[order]
+        manifest, order = old.with_tensors(list(sections.values()), tensors, scope, shards, file, offset, aliases)
         try:
             validate_foreign(manifest)
         except BytecheckpointError as error:

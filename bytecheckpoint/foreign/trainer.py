@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from .archives import read_archive
 from .building import IndexBuilder
 from .naming import EXTRA_SECTION, OPTIMIZER_SECTION
 from .pickles import TensorRef
-from .place import Place
+from .place import Place, read_all
 from .torch_values import TorchValues
 
 __all__ = ["STATE_KEY", "TrainerState"]
@@ -34,7 +33,6 @@ _RNG_SECTION = "rng"
 _RNG = re.compile(r"rng_state(?:_(0|[1-9]\d{0,6}))?\.pth")
 _MAX_STATE_BYTES = 256 << 20
 _MAX_GENERATOR_BYTES = 1 << 20
-_THREADS = 16  # of reads that wait for the store
 
 
 class TrainerState:
@@ -59,8 +57,7 @@ class TrainerState:
             generators = {}
         self.world_size = max(len(generators), 1)
         keys = [*sections, *generators.values()]
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
-            found = dict(zip(keys, pool.map(lambda key: read_archive(place.backend, key).value, keys)))
+        found = dict(zip(keys, read_all(lambda key: read_archive(place.backend, key).value, keys), strict=True))
         for key, section in sections.items():
             builder.add_tree(section, self._values.tree(found[key]))
         if generators:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from .files import RankFile
 from .kinds import Averaged, Flat, Ignored, Replicated, Rule, Sharded, Split, Unique
-from .regions import Region, Source
-from .resolution import GlobalTensor, Resolution
+from .resolution import GlobalTensor, Region, Resolution, Source
 from .rules import Rules
 
 __all__ = [

@@ -15,10 +15,9 @@ from ..tensors.geometry import decompose_strided, row_major_strides
 from .compiled import Compiled
 from .faults import Faults
 from .kinds import Flat
-from .numbering import Matched, place_text
 from .patterns import MEMBER, Captures
-from .places import Mesh, Unplaced, position_on
-from .regions import Region, Source
+from .placing import Matched, Mesh, Unplaced, position_on
+from .resolution import Region, Source, place_text
 from .shaping import Draft, shape_tensors
 
 __all__ = ["flat_tensors"]

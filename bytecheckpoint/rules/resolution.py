@@ -1,17 +1,93 @@
-"""What rules say about stored tensors."""
+"""What rules say about stored tensors: which boxes of global tensors they hold, and where."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from operator import mul
+from typing import Literal, NamedTuple
 
+from ..tensors.dtypes import DType
+from ..tensors.geometry import Box, moved_box, row_major_strides
 from ..tensors.metadata import BasicMeta
 from .kinds import Rule
-from .numbering import place_text
-from .regions import Region, Source
 
-__all__ = ["GlobalTensor", "Resolution"]
+__all__ = ["GlobalTensor", "Region", "Resolution", "Source", "in_stored_order", "place_text"]
+
+
+class Source(NamedTuple):
+    """A tensor as it is stored: what the rules explain.
+
+    Attributes:
+        name: Its name in the file.
+        shape: Its shape in the file.
+        dtype: Its dtype.
+        place: The coordinates of the rank that stored it, by axis, such as ``{"tp": 1, "pp": 0}``. Axes that the
+            tensor does not depend on may be missing.
+        members: Of a flat buffer, the names and shapes of the tensors that the ranks of its axis divide, in order, if
+            the file lists them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    place: dict[str, int] = {}  # noqa: RUF012 - never changed
+    members: tuple[tuple[str, tuple[int, ...]], ...] | None = None
+
+
+class Region(NamedTuple):
+    """A box of a global tensor, and the elements of one source that it consists of.
+
+    The source's elements, from ``start`` on, are viewed as a row-major tensor of ``shape``. ``within`` is a box of this
+    view that has the same elements as ``box`` in the same order. The lengths of the two boxes are equal except for
+    dimensions of length 1, which either may have more of (a layer of a stacked tensor).
+
+    Attributes:
+        box: The box of the global tensor.
+        source: The position of the source in the list that was resolved.
+        within: The same elements in the view.
+        shape: The shape of the view. It is the source's shape, unless the source is a flat buffer.
+        start: The position of the view's first element in the source. It is 0, unless the source is a flat buffer. It
+            is negative where the buffer holds only a later part of the view, which contains ``within``.
+    """
+
+    box: Box
+    source: int
+    within: Box
+    shape: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def position(self) -> int:
+        """The position of the first element in the source, in elements."""
+        offset: int = sum(map(mul, self.within.offsets, row_major_strides(self.shape)))
+        return self.start + offset
+
+    def held_in(self, part: Box) -> Region | None:
+        """Return the part of the region that lies in a box of the view.
+
+        Use it for a source that is itself stored as several boxes.
+
+        Args:
+            part: A box of the view, such as a stored box of the source.
+
+        Returns:
+            The smaller region, in the coordinates of this one, or None if it has no element.
+        """
+        common = self.within.intersect(part)
+        return None if common is None else self._replace(box=moved_box(self.within, self.box, common), within=common)
+
+    def needed_for(self, part: Box) -> Region | None:
+        """Return the part of the region that lies in a box of the global tensor.
+
+        Args:
+            part: A box of the global tensor, such as one that a load requests.
+
+        Returns:
+            The smaller region, or None if it has no element.
+        """
+        common = self.box.intersect(part)
+        return None if common is None else self._replace(box=common, within=moved_box(self.box, self.within, common))
 
 
 @dataclass(frozen=True)
@@ -60,24 +136,6 @@ class Resolution:
             held.sort(key=lambda one: one[1].position)
         return found
 
-    def rows(self) -> Iterator[tuple[str, str, str, str, str]]:
-        """Yield a table for people, one row per region.
-
-        Yields:
-            The global name, its dtype and shape, the kind and pattern of its rule, the box, and where it is stored.
-        """
-        for name, tensor in self.tensors.items():
-            rule = f"{tensor.rule.kind} {tensor.rule.match}"
-            for region in tensor.regions:
-                source = self.sources[region.source]
-                view = (
-                    region.within
-                    if region.shape == source.shape
-                    else f"[{region.position}:] as {list(region.box.lengths)}"
-                )
-                where = f" on {place_text(source.place)}" if source.place else ""
-                yield name, str(tensor.meta), rule, str(region.box), f"{source.name}{view}{where}"
-
 
 def in_stored_order(tensors: dict[str, GlobalTensor]) -> dict[str, GlobalTensor]:
     def key(name: str) -> tuple[int, int]:
@@ -85,3 +143,8 @@ def in_stored_order(tensors: dict[str, GlobalTensor]) -> dict[str, GlobalTensor]
         return min(((region.source, region.position) for region in regions), default=(-1, 0))
 
     return {name: tensors[name] for name in sorted(tensors, key=key)}
+
+
+def place_text(place: Mapping[str, int]) -> str:
+    """Return the coordinates of a rank, for messages."""
+    return ", ".join(f"{axis}={index}" for axis, index in place.items()) or "the only rank"

@@ -13,10 +13,9 @@ from .faults import Faults, nearest
 from .files import RankFile, rank_files
 from .flat import flat_tensors
 from .kinds import KINDS, Averaged, Flat, Ignored, Replicated, Rule, Shaped
-from .numbering import Matched
 from .patterns import Captures, numbered
-from .regions import Source
-from .resolution import GlobalTensor, Resolution, in_stored_order
+from .placing import Matched
+from .resolution import GlobalTensor, Resolution, Source, in_stored_order
 from .shaping import Draft, shape_tensors
 from .tables import check_files, parse_rules, read_table, rule_table, write_rules
 
@@ -216,21 +215,6 @@ class Rules:
         tensors = {name: _finished(name, draft, sources, average, faults) for name, draft in drafts.items()}
         faults.check("the rules do not explain the stored tensors")
         return Resolution(sources, in_stored_order(tensors))
-
-    def renamed(self, metas: Mapping[str, BasicMeta]) -> Resolution:
-        """Apply the rules to whole tensors, as a map of names: renamed, split, joined, stacked.
-
-        Args:
-            metas: The tensors by name.
-
-        Returns:
-            The new tensors. ``Region.source`` is the position of a name in ``metas``. ``Region.held_in`` and
-            ``Region.needed_for`` cut a region to a stored or a requested box.
-
-        Raises:
-            RuleError: As in ``resolve``.
-        """
-        return self.resolve(Source(name, meta.shape, meta.dtype) for name, meta in metas.items())
 
     def _compile(self, rules: Iterable[tuple[str, Rule]], faults: Faults) -> None:
         self._rules: list[Compiled] = []

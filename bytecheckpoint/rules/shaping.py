@@ -14,10 +14,9 @@ from .compiled import Compiled
 from .dims import WHOLE, Atom, Parts, Run, Unexplained, runs
 from .faults import Faults
 from .kinds import Shaped
-from .numbering import Matched, Numbering
 from .patterns import PART, Captures, PatternError
-from .places import Mesh, Unplaced, ranks_of
-from .regions import Region
+from .placing import Matched, Mesh, Numbering, Unplaced, ranks_of
+from .resolution import Region
 
 __all__ = ["Draft", "shape_tensors"]
 

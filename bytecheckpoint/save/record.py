@@ -20,7 +20,6 @@ from ..format.manifest import (
     Manifest,
     ReferenceTable,
     SectionInfo,
-    is_encoded,
     timestamp,
 )
 from ..format.safetensors import DATA_ALIGNMENT
@@ -227,14 +226,12 @@ def _frame_table(
     if int(used.max(initial=0)) > len(older.name):
         raise PlanError(f"a rank refers to file {int(used.max())} of {len(older.name)} files of the base")
     return FrameTable.build(
+        files,
         np.concatenate([one.length for one in frames]),
         np.concatenate([one.checksums for one in frames]),
         source=np.where(source > 0, np.searchsorted(used, source) + 1, 0),
         offset=np.concatenate([one.offset for one in frames]),
         references=ReferenceTable([older.name[row] for row in (used - 1).tolist()], older.size[used - 1]),
-        encoded=is_encoded(files.codec),
-        head_length=files.head_length,
-        chunk_size=files.chunk_size,
         shard_file=shard_file,
         shard_offset=plan.offset,
         shard_nbytes=plan.shards.nbytes(plan.tensors),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rule_cases import Array, random_trainer
+from rule_cases import Array, random_trainer, renamed
 from sampling import examples
 
 from bytecheckpoint.rules import (
@@ -243,9 +243,9 @@ def test_the_inverse_of_a_map_restores_names_and_tensors(case: str) -> None:
     tensors = {
         name: np.random.default_rng(number).random(shape) for number, (name, shape) in enumerate(TENSORS[case].items())
     }
-    new = applied(rules.renamed(metas(tensors)), tensors)
+    new = applied(renamed(rules, metas(tensors)), tensors)
     assert (new.keys() == tensors.keys()) == (case == "copied")
-    old = applied(rules.inverse().renamed(metas(new)), new)
+    old = applied(renamed(rules.inverse(), metas(new)), new)
     assert old.keys() == tensors.keys()
     assert all(np.array_equal(old[name], tensors[name]) for name in tensors)
     assert rules.inverse().inverse() == rules
@@ -267,15 +267,15 @@ def test_renames_are_inverted(segments: list[str], rng: Any, data: st.DataObject
         for name, kind in pattern.fields.items()
     }
     name = pattern.format(values)
-    (new,) = rules.renamed({name: BasicMeta(F64, (1,))}).tensors
-    (old,) = rules.inverse().renamed({new: BasicMeta(F64, (1,))}).tensors
+    (new,) = renamed(rules, {name: BasicMeta(F64, (1,))}).tensors
+    (old,) = renamed(rules.inverse(), {new: BasicMeta(F64, (1,))}).tensors
     assert old == name
 
 
 def test_a_map_reads_parts_of_stored_boxes() -> None:
     """A fused tensor that is stored as two boxes, of which a load needs a part of the second projection."""
     rules = Rules([Unique(match="gu", rename="{part}", parts=("gate", "up"))])
-    resolution = rules.renamed({"gu": BasicMeta(F64, (8, 4))})
+    resolution = renamed(rules, {"gu": BasicMeta(F64, (8, 4))})
     (region,) = resolution.tensors["up"].regions
     lower = Box((0, 0), (6, 4))
     upper = Box((6, 0), (2, 4))
@@ -302,15 +302,19 @@ def test_rows_and_sources() -> None:
         size = -(-rows * 3 // 2)
         sources += [Source("flat", (size,), F64, {"tp": tp, "dp": dp}, members) for dp in range(2)]
     resolution = rules.resolve(sources, {"tp": 2, "dp": 2})
-    assert [row[:1] + row[3:] for row in resolution.rows()] == [
-        ("model.w", "[0:2,0:3]", "w[0:2,0:3] on tp=0"),
-        ("model.w", "[2:3,0:3]", "w[0:1,0:3] on tp=1"),
-        ("state.model.w.m", "[0:1,0:3]", "flat[0:] as [1, 3] on tp=0, dp=0"),
-        ("state.model.w.m", "[1:2,0:3]", "flat[0:] as [1, 3] on tp=0, dp=1"),
-        ("state.model.w.m", "[2:3,0:2]", "flat[0:] as [1, 2] on tp=1, dp=0"),
-        ("state.model.w.m", "[2:3,2:3]", "flat[0:] as [1, 1] on tp=1, dp=1"),
+    assert [
+        (name, str(region.box), region.source, region.position)
+        for name, tensor in resolution.tensors.items()
+        for region in tensor.regions
+    ] == [
+        ("model.w", "[0:2,0:3]", 0, 0),
+        ("model.w", "[2:3,0:3]", 1, 0),
+        ("state.model.w.m", "[0:1,0:3]", 3, 0),
+        ("state.model.w.m", "[1:2,0:3]", 4, 0),
+        ("state.model.w.m", "[2:3,0:2]", 5, 0),
+        ("state.model.w.m", "[2:3,2:3]", 6, 0),
     ]
-    assert next(resolution.rows())[1:3] == ("float64[3, 3]", "sharded w")
+    assert (str(resolution.tensors["model.w"].meta), resolution.tensors["model.w"].rule.match) == ("float64[3, 3]", "w")
     held = resolution.by_source()
     assert held[2] == []
     assert [name for name, _ in held[0] + held[3]] == ["model.w", "state.model.w.m"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rule_cases import renamed
 
 from benchmarks.hub_shapes import hub_shapes
 from bytecheckpoint.errors import RuleError
@@ -82,17 +83,17 @@ def test_names_and_shapes_are_those_of_the_hub(architecture: str) -> None:
     name, layers = HUB[architecture]
     rules = Rules.shipped("hf-decoder", name, **SIZES)
     metas = model(*layers)
-    found = {name: tensor.meta.shape for name, tensor in rules.renamed(metas).tensors.items()}
+    found = {name: tensor.meta.shape for name, tensor in renamed(rules, metas).tensors.items()}
     config = {key: value for key, value in CONFIG.items() if name == "hf-qwen-moe" or "experts" not in key}
     assert found == {name: shape for name, shape, _ in hub_shapes({**config, "architectures": [architecture]})}
     hub = {name: BasicMeta(DTYPES["float32"], shape) for name, shape in found.items()}
-    back = rules.inverse().renamed(hub).tensors
+    back = renamed(rules.inverse(), hub).tensors
     assert {name: tensor.meta for name, tensor in back.items()} == metas
 
 
 def test_mixtral() -> None:
     rules = Rules.shipped("hf-decoder", "hf-mixtral", **SIZES)
-    tensors = rules.renamed(model(sparse(NAMES[0], norms=False))).tensors
+    tensors = renamed(rules, model(sparse(NAMES[0], norms=False))).tensors
     prefix = "model.layers.0.block_sparse_moe"
     for name, first in (("w1", 0), ("w3", WIDTH)):
         tensor = tensors[f"{prefix}.experts.2.{name}.weight"]
@@ -113,7 +114,7 @@ def test_queries_keys_and_values_are_taken_from_their_groups() -> None:
         "v": groups[:, -1].reshape(-1, HIDDEN),
     }
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    tensors = rules.renamed({name: BasicMeta(DTYPES["int64"], fused.shape)}).tensors
+    tensors = renamed(rules, {name: BasicMeta(DTYPES["int64"], fused.shape)}).tensors
     for part, array in expected.items():
         tensor = tensors[f"model.layers.0.self_attn.{part}_proj.weight"]
         found = np.full(tensor.meta.shape, -1)

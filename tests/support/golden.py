@@ -444,8 +444,9 @@ def write_incremental(folder: Path) -> None:
             manifest = decode((path / "manifest.msgpack").read_bytes())
             manifest.created = CREATED
             (path / "manifest.msgpack").write_bytes(encode(manifest))
-            checkpointer._session.engine.last_commit = None
-            checkpointer.engine.plans = type(checkpointer.engine.plans)()  # a new plan names its attempt
+            engine = checkpointer._session.engine
+            engine.last_commit = None
+            engine.plans = type(engine.plans)()  # a new plan names its attempt
 
 
 def write_case(pool: RankPool, name: str, folder: Path) -> None:

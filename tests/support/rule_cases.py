@@ -15,11 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bytecheckpoint.rules import Averaged, Flat, Replicated, Rule, Rules, Sharded, Source, Split, Unique
+from bytecheckpoint.rules import Averaged, Flat, Replicated, Resolution, Rule, Rules, Sharded, Source, Split, Unique
 from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.metadata import BasicMeta
 
 Array = npt.NDArray[np.float64]
 Place = dict[str, int]
+
+
+def renamed(rules: Rules, metas: Mapping[str, BasicMeta]) -> Resolution:
+    """Apply rules to whole tensors, as a map of names."""
+    return rules.resolve(Source(name, meta.shape, meta.dtype) for name, meta in metas.items())
 
 
 class Stored(NamedTuple):

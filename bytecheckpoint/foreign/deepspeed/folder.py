@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from ...errors import CheckpointError, CorruptionError, FormatError, KeyNotFoundError
 from ...storage_backends.base import StorageBackend
 from ..archives import read_archive
-from ..place import Place
+from ..place import Place, read_all
 
 __all__ = ["COUNTERS", "CheckpointFolder", "DeepSpeedFiles", "items_of"]
 
@@ -29,7 +28,6 @@ _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?opti
 _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_\d+_model_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 _UNIVERSAL = "zero/"
-_THREADS = 16  # of reads that wait for the store
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,11 @@ class CheckpointFolder:
 
         Raises ``CorruptionError`` for a missing file, and as ``read_archive``.
         """
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
-            return list(pool.map(self._read, keys))
+        return read_all(self._read, keys)
 
     def list_children(self, names: Iterable[str]) -> list[Sequence[str]]:
         """Return the names in several folders of this folder."""
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
-            return list(pool.map(lambda name: self.backend.list_children(f"{self.prefix}{name}"), names))
+        return read_all(lambda name: self.backend.list_children(f"{self.prefix}{name}"), names)
 
     def _read(self, name: str) -> Any:
         try:

@@ -9,7 +9,7 @@ Without master weights, the numbers remain, and a load assigns them to the param
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ...tensors.shards import torch_dtype
 from ..building import IndexBuilder
 from ..naming import OPTIMIZER_SECTION
 from ..pickles import TensorRef
+from ..place import read_all
 from ..torch_values import TorchValues
 from .folder import DeepSpeedFiles
 from .partitions import Flat, Group, Member, Span, options_of_param
@@ -27,7 +28,6 @@ from .partitions import Flat, Group, Member, Span, options_of_param
 __all__ = ["add_numbered_optimizer", "replicated_groups"]
 
 _SAMPLE = 64  # elements that are compared
-_THREADS = 16
 _NONE = 1 << 62  # above every position
 
 
@@ -90,9 +90,9 @@ def _match(
     trained: Mapping[str, TensorRef],
 ) -> dict[int, str]:
     """The name of each number; none if more than one assignment fits."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
-        samples = dict(zip(trained, pool.map(lambda one: _sample(backend, one), trained.values())))
-        weights = dict(zip(masters, pool.map(lambda one: _sample(backend, one), masters.values())))
+    read = partial(_sample, backend)
+    samples = dict(zip(trained, read_all(read, trained.values()), strict=True))
+    weights = dict(zip(masters, read_all(read, masters.values()), strict=True))
     positions: dict[tuple[Any, ...], list[int]] = {}
     for position, (name, sample) in enumerate(samples.items()):
         positions.setdefault(_key(trained[name], sample), []).append(position)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ...checkpoint.index import Index
@@ -16,7 +15,7 @@ from ...tensors.shards import Path
 from ..building import IndexBuilder, StoredLeaf
 from ..naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION
 from ..pickles import TensorRef
-from ..place import Place
+from ..place import Place, read_all
 from ..torch_values import TorchValues, read_small
 from .folder import Contents, MegatronFolder, ShardedObject
 from .naming import per_layer, wrapper_prefix
@@ -34,7 +33,6 @@ __all__ = ["read_megatron"]
 _OPTIMIZER, _SCHEDULER, _STEP, _ARGS = "optimizer", "opt_param_scheduler", "iteration", "args"
 _MODULE_STATE = "._extra_state"
 _ADVICE = "load it with Megatron in the layout that wrote it, and save it with bytecheckpoint"
-_THREADS = 16  # of reads that wait for the store
 
 
 def read_megatron(place: Place) -> Index | None:
@@ -114,8 +112,7 @@ def _unread_state(
 def _module_states(builder: IndexBuilder, objects: Iterable[ShardedObject], prefix: str) -> list[tuple[Path, Any]]:
     """The extra state of modules, such as that of Transformer Engine, without those that are empty."""
     found = [one for one in objects if _is_module_state(one)]
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
-        values = list(pool.map(lambda one: _content(builder, one.value), found))
+    values = read_all(lambda one: _content(builder, one.value), found)
     return [
         ((EXTRA_STATE, numbered(one.key.removeprefix(prefix), one.offset).rpartition(".")[0]), value)
         for one, value in zip(found, values)

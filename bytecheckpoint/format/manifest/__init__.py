@@ -1,16 +1,18 @@
 """The manifest: the document that describes what a checkpoint contains and where each byte is.
 
-``document`` is the manifest in memory, and ``frames`` its part about encoded files; ``validation`` and ``tiling`` check
+``document`` is the manifest in memory, and ``files`` its part about the data files; ``validation`` and ``tiling`` check
 it; ``payload`` encodes it as ``columns``, and ``envelope`` adds the version and a checksum.
 """
 
 from __future__ import annotations
 
-from .document import COMPANION, FileTable, Manifest, SectionInfo, timestamp
+from .document import Manifest, SectionInfo, timestamp
 from .envelope import FORMAT_VERSION, MANIFEST_KEY, MANIFEST_TRAILER, MAX_MANIFEST_BYTES, START, decode, encode
-from .frames import (
+from .files import (
+    COMPANION,
     MAX_ENCODED_CHUNK,
     PARENT,
+    FileTable,
     FrameTable,
     ReferenceTable,
     encoded_head,

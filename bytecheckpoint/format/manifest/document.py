@@ -13,14 +13,9 @@ import numpy as np
 from ...tensors.metadata import ByteMeta
 from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 from ..checksums import Checksums, empty_checksums
-from .frames import FrameTable, ReferenceTable, is_encoded
+from .files import FileTable, FrameTable, ReferenceTable, is_encoded
 
-__all__ = ["COMPANION", "FILE_KINDS", "FileTable", "Manifest", "SectionInfo", "timestamp"]
-
-COMPANION = "companion"
-"""The kind of a file for other programs. It belongs to the checkpoint, but no load reads it."""
-
-FILE_KINDS = ("tensors", "values", "rank_values", COMPANION)
+__all__ = ["Manifest", "SectionInfo", "timestamp"]
 
 
 def timestamp() -> str:
@@ -34,42 +29,6 @@ class SectionInfo:
 
     name: str
     kind: str
-
-
-@dataclass(eq=False)
-class FileTable:
-    """Every data file, one row each.
-
-    ``name`` is its key relative to the checkpoint; ``size`` is in bytes; ``section`` is an index of the manifest's
-    sections; ``rank`` wrote it; ``kind`` is "tensors", "values" (of every rank), "rank_values" (of the writer) or
-    ``COMPANION``. The first ``head_length`` bytes (the safetensors header with its padding, or all of any other file)
-    have the ``head_checksum``. Each ``chunk_size`` bytes of a shard have one checksum. ``codec`` is "raw", or
-    the name of the codec of the file's ``frames``, which are those of all files; None if no file is encoded.
-    """
-
-    name: list[str]
-    size: Int64
-    section: Int64
-    rank: Int64
-    kind: list[str]
-    head_length: Int64
-    head_checksum: Checksums
-    chunk_size: Int64
-    codec: list[str]
-    frames: FrameTable | None = None
-
-    def __len__(self) -> int:
-        return len(self.name)
-
-    @property
-    def data_size(self) -> Int64:
-        """Bytes after the head of each file, as if it were not encoded."""
-        size = self.size - self.head_length
-        return (
-            size
-            if self.frames is None
-            else np.where(is_encoded(self.codec), self.frames.sums(self.frames.nbytes), size)
-        )
 
 
 @dataclass(eq=False)
@@ -163,6 +122,40 @@ class Manifest:
             is_shared,
         )
 
+    def with_tensors(
+        self,
+        sections: list[SectionInfo],
+        tensors: TensorTable,
+        scope: Int64,
+        shards: BoxTable,
+        shard_file: Int64,
+        shard_offset: Int64,
+        aliases: list[tuple[str, str]],
+    ) -> tuple[Manifest, Int64]:
+        """Return a manifest of other tensors in the same files, without checksums, and the order of their shards.
+
+        The tables are as in ``assemble``; row ``i`` of the manifest's shards is row ``order[i]`` of ``shards``.
+        """
+        manifest = Manifest.assemble(
+            library_version=self.library_version,
+            step=self.step,
+            created=self.created,
+            world_size=self.world_size,
+            attempt=self.attempt,
+            metadata=self.metadata,
+            sections=sections,
+            files=self.files,
+            tensors=tensors,
+            scope=scope,
+            shards=shards,
+            shard_file=shard_file,
+            shard_offset=np.arange(len(shards)),
+            aliases=aliases,
+        )
+        order = manifest.shard_offset
+        manifest.shard_offset = shard_offset[order]
+        return manifest, order
+
     @cached_property
     def shard_nbytes(self) -> Int64:
         """Bytes of each shard."""
@@ -216,14 +209,12 @@ class Manifest:
             return self
         length = np.where(is_encoded(files.codec), frames.sums(frames.length), files.size - files.head_length)
         own = FrameTable.build(
+            files,
             frames.length,
             frames.checksums,
             source=np.zeros_like(frames.source),
             offset=frames.source[:0],
             references=ReferenceTable(),
-            encoded=is_encoded(files.codec),
-            head_length=files.head_length,
-            chunk_size=files.chunk_size,
             shard_file=self.shard_file,
             shard_offset=self.shard_offset,
             shard_nbytes=self.shard_nbytes,

@@ -24,8 +24,8 @@ from .columns import (
     unpack_names,
     unpack_numbers,
 )
-from .document import FileTable, Manifest, SectionInfo
-from .frames import FrameTable, ReferenceTable, is_encoded
+from .document import Manifest, SectionInfo
+from .files import FileTable, FrameTable, ReferenceTable, is_encoded
 from .validation import MAX_NDIM
 
 __all__ = ["pack_metadata", "pack_payload", "unpack_payload"]
@@ -193,18 +193,15 @@ def _unpack_frames(top: Mapping[str, Any], manifest: Manifest) -> FrameTable | N
     count = count_of("frames.length", column["length"])
     source = unpack_numbers("frames.source", column["source"], count)
     checksums = unpack_checksums("frames.checksums", column["checksums"])
-    files, encoded = manifest.files, is_encoded(manifest.files.codec)
-    if not (encoded.any() or count or len(checksums) or names):
+    if not (is_encoded(manifest.files.codec).any() or count or len(checksums) or names):
         return None
     return FrameTable.build(
+        manifest.files,
         unpack_numbers("frames.length", column["length"], count),
         checksums,
         source=source,
         offset=unpack_numbers("frames.offset", column["offset"], int(np.count_nonzero(source))),
         references=ReferenceTable(names, unpack_numbers("references.size", found["size"], len(names))),
-        encoded=encoded,
-        head_length=files.head_length,
-        chunk_size=files.chunk_size,
         shard_file=manifest.shard_file,
         shard_offset=manifest.shard_offset,
         shard_nbytes=manifest.shard_nbytes,

@@ -15,8 +15,8 @@ import numpy as np
 from ...errors import UnsupportedVersionError
 from ...tensors.dtypes import DTYPES
 from ...tensors.tables import Int64, ragged_positions
-from .document import FILE_KINDS, Manifest
-from .frames import PARENT, is_encoded, split_reference
+from .document import Manifest
+from .files import FILE_KINDS, PARENT, is_encoded, split_reference
 from .tiling import check_tilings, reject, tensor_of_shard
 
 __all__ = ["MAX_NDIM", "validate", "validate_foreign"]

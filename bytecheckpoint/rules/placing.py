@@ -1,18 +1,82 @@
-"""Which ranks stored a tensor, and whether a rule explains that."""
+"""The ranks that stored tensors: whether a rule explains them, and how they number layers and experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, product
 from math import prod
+from typing import NamedTuple
 
 from .compiled import Compiled
-from .numbering import Matched, place_text
+from .faults import Faults
+from .kinds import Shaped
+from .patterns import Captures
+from .resolution import Source, place_text
 
-__all__ = ["Mesh", "Unplaced", "position_on", "ranks_of"]
+__all__ = ["Matched", "Mesh", "Numbering", "Unplaced", "position_on", "ranks_of"]
 
 Mesh = Mapping[str, int]
 """The number of ranks along each axis."""
+
+
+class Matched(NamedTuple):
+    """A stored tensor, its number, its rule, and what the pattern captured."""
+
+    number: int
+    source: Source
+    rule: Compiled
+    captures: Captures
+
+
+_Digits = tuple["str | int", ...]
+
+
+class Numbering:
+    """Adds to a number that starts again on every rank, such as the layers of a pipeline stage, what lower ranks have.
+
+    A stage has as many layers as the highest number among all tensors of the stage states.
+    """
+
+    def __init__(self, items: Iterable[Matched], faults: Faults) -> None:
+        counts: dict[tuple[str, tuple[str, ...]], dict[_Digits, int]] = {}
+        for item in items:
+            for name, axes in _indexed_by(item.rule).items():
+                digits = _digits(item, axes)
+                if len(digits) < len(axes):
+                    detail = (
+                        f"{item.rule} continues {{{name}}} over {' and '.join(axes)}, but neither captures nor its "
+                        f"rank ({place_text(item.source.place)}) have all of them"
+                    )
+                    faults.add("rank", item.source.name, detail)
+                    continue
+                found = counts.setdefault((name, axes), {})
+                found[digits] = max(found.get(digits, 0), _count(item, name))
+        self._firsts: dict[tuple[str, tuple[str, ...]], dict[_Digits, int]] = {}
+        for key, found in counts.items():
+            order = sorted(found, key=lambda digits: [(isinstance(one, str), one) for one in digits])
+            self._firsts[key] = dict(zip(order, accumulate((found[one] for one in order), initial=0)))
+
+    def first(self, item: Matched, name: str) -> int:
+        """The global value of 0 on this rank; 0 for numbers that are global."""
+        axes = _indexed_by(item.rule).get(name, ())
+        return self._firsts[name, axes].get(_digits(item, axes), 0) if (name, axes) in self._firsts else 0
+
+
+def _indexed_by(rule: Compiled) -> Mapping[str, tuple[str, ...]]:
+    return rule.rule.indexed if isinstance(rule.rule, Shaped) else {}
+
+
+def _digits(item: Matched, axes: Sequence[str]) -> _Digits:
+    known = {**item.source.place, **item.captures}
+    return tuple(known[axis] for axis in axes if axis in known)
+
+
+def _count(item: Matched, name: str) -> int:
+    """How many values of the number the rank has, judged by this tensor alone."""
+    if name in item.captures:
+        return int(item.captures[name]) + 1
+    dim = item.rule.spread.index(name)
+    return item.source.shape[dim] if dim < len(item.source.shape) else 0
 
 
 class Unplaced(Exception):

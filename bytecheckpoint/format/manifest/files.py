@@ -1,4 +1,4 @@
-"""The frames of encoded files: where the stored bytes of each chunk are, and what they decode to.
+"""The data files, and the frames of encoded ones: where the stored bytes of each chunk are, and what they decode to.
 
 A frame is in the encoded file itself, or in a file of an older checkpoint, a *reference*, which has the same bytes.
 """
@@ -16,15 +16,23 @@ from ...tensors.tables import Int64, ragged_positions
 from ..checksums import Checksums
 
 __all__ = [
+    "COMPANION",
     "ENCODED_START",
+    "FILE_KINDS",
     "MAX_ENCODED_CHUNK",
     "PARENT",
+    "FileTable",
     "FrameTable",
     "ReferenceTable",
     "encoded_head",
     "is_encoded",
     "split_reference",
 ]
+
+COMPANION = "companion"
+"""The kind of a file for other programs. It belongs to the checkpoint, but no load reads it."""
+
+FILE_KINDS = ("tensors", "values", "rank_values", COMPANION)
 
 MAX_ENCODED_CHUNK = 16 << 20
 """The largest chunk of an encoded file in bytes: what a reader must hold to decode a frame."""
@@ -52,6 +60,42 @@ def split_reference(name: str) -> tuple[str, str]:
         return "", name
     folder, _, key = name.removeprefix(PARENT).partition("/")
     return folder, key
+
+
+@dataclass(eq=False)
+class FileTable:
+    """Every data file, one row each.
+
+    ``name`` is its key relative to the checkpoint; ``size`` is in bytes; ``section`` is an index of the manifest's
+    sections; ``rank`` wrote it; ``kind`` is "tensors", "values" (of every rank), "rank_values" (of the writer) or
+    ``COMPANION``. The first ``head_length`` bytes (the safetensors header with its padding, or all of any other file)
+    have the ``head_checksum``. Each ``chunk_size`` bytes of a shard have one checksum. ``codec`` is "raw", or
+    the name of the codec of the file's ``frames``, which are those of all files; None if no file is encoded.
+    """
+
+    name: list[str]
+    size: Int64
+    section: Int64
+    rank: Int64
+    kind: list[str]
+    head_length: Int64
+    head_checksum: Checksums
+    chunk_size: Int64
+    codec: list[str]
+    frames: FrameTable | None = None
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    @property
+    def data_size(self) -> Int64:
+        """Bytes after the head of each file, as if it were not encoded."""
+        size = self.size - self.head_length
+        return (
+            size
+            if self.frames is None
+            else np.where(is_encoded(self.codec), self.frames.sums(self.frames.nbytes), size)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,30 +138,28 @@ class FrameTable:
     @classmethod
     def build(
         cls,
+        files: FileTable,
         length: Int64,
         checksums: Checksums,
         *,
         source: Int64,
         offset: Int64,
         references: ReferenceTable,
-        encoded: npt.NDArray[np.bool_],
-        head_length: Int64,
-        chunk_size: Int64,
         shard_file: Int64,
         shard_offset: Int64,
         shard_nbytes: Int64,
     ) -> FrameTable:
-        """Find the chunk of each frame. ``encoded``, ``head_length`` and ``chunk_size`` are by file.
+        """Find the chunk of each frame.
 
         ``offset`` are the positions of the frames that references hold, in order. Raises ``FormatError`` if the frames
         are not those of the shards. The numbers are untrusted; ``validate`` checks the references.
         """
-        files = len(encoded)
-        if len(shard_file) and int(shard_file.max()) >= files:
+        encoded, chunk_size = is_encoded(files.codec), files.chunk_size
+        if len(shard_file) and int(shard_file.max()) >= len(files):
             raise FormatError("manifest: a shard refers to a file that does not exist")
         if ((chunk_size < 1) | (encoded & (chunk_size > MAX_ENCODED_CHUNK))).any():
             raise FormatError(f"manifest: the chunk size of an encoded file is not from 1 to {MAX_ENCODED_CHUNK}")
-        rows = np.flatnonzero(encoded[shard_file] & (shard_nbytes != 0)) if files else shard_file[:0]
+        rows = np.flatnonzero(encoded[shard_file] & (shard_nbytes != 0)) if len(files) else shard_file[:0]
         rows = rows[np.lexsort((shard_offset[rows], shard_file[rows]))]
         file, nbytes = shard_file[rows], shard_nbytes[rows]
         counts = -(-nbytes // chunk_size[file])
@@ -138,11 +180,11 @@ class FrameTable:
             raise FormatError("manifest: columns of frames differ in length")
         if len(checksums) != np.count_nonzero(length < found):
             raise FormatError(f"manifest: {len(checksums)} checksums are not those of the frames that are encoded")
-        starts = np.searchsorted(of_file, np.arange(files + 1))
+        starts = np.searchsorted(of_file, np.arange(len(files) + 1))
         stored = np.where(source == 0, length, 0)
         ends = np.cumsum(stored)
         before = np.append(0, ends)[starts[:-1]]
-        position = ends - stored - before[of_file] + head_length[of_file]
+        position = ends - stored - before[of_file] + files.head_length[of_file]
         position[source != 0] = offset
         begin = np.repeat(shard_offset[rows], counts) + skipped
         return cls(length, checksums, starts, begin, found, position, source, references)
