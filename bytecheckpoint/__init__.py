@@ -17,9 +17,8 @@ from .version import VERSION as __version__
 from . import errors
 from .api import latest, load, save, warmup, watch
 from .api import open as open
-from .checkpoint.checkpoint import Checkpoint, VerifyReport
+from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.location import Location, Tier
-from .checkpoint.stored_tensor import StoredTensor
 from .checkpointer import Checkpointer
 from .frameworks.data_loader import DataLoaderState
 from .frameworks.per_rank import PerRank
@@ -28,10 +27,8 @@ from .frameworks.rng import RNGState
 from .load.options import LoadOptions
 from .load.report import LoadReport
 from .manager import Cadence, Callbacks, CheckpointManager, ExceptionSave, JobOptions, Preemption, Retention
-from .save.handle import SaveHandle, SaveProgress, SaveResult
+from .save.handle import SaveHandle
 from .save.options import SaveOptions
-from .telemetry.trace import Timings
-from .telemetry.trace_files import TraceFiles
 
 if TYPE_CHECKING:
     from . import dcp
@@ -54,13 +51,7 @@ __all__ = [
     "Retention",
     "SaveHandle",
     "SaveOptions",
-    "SaveProgress",
-    "SaveResult",
-    "StoredTensor",
     "Tier",
-    "Timings",
-    "TraceFiles",
-    "VerifyReport",
     "__version__",
     "dcp",
     "errors",

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.save.handle import SaveResult
 from bytecheckpoint.testing import time_limit
 
 
@@ -103,7 +104,7 @@ def test_callbacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     calls: list[tuple[str, object]] = []
     ended = threading.Event()
 
-    def committed(result: bcp.SaveResult) -> None:
+    def committed(result: SaveResult) -> None:
         calls.append(("committed", result.step))
         if result.step == 3:
             ended.set()

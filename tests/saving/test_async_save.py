@@ -24,6 +24,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.errors import DeadlineError, StateError, UsageError
+from bytecheckpoint.save.handle import SaveProgress
 from bytecheckpoint.save.lifecycle import SaveLifecycle
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
@@ -484,7 +485,7 @@ def test_progress_and_durations(tmp_path: Path) -> None:
         assert handle.progress().bytes_total > 0
     result = handle.result(WAIT_S)
     done = handle.progress()
-    assert done == bcp.SaveProgress("committed", result.bytes_written, result.bytes_written)
+    assert done == SaveProgress("committed", result.bytes_written, result.bytes_written)
     assert list(result.seconds)[:5] == ["check", "describe", "agree", "plan", "stage"]
     assert {"write", "confirm", "commit"} <= set(result.seconds)
     assert all(seconds >= 0 for seconds in result.seconds.values())

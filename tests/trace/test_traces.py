@@ -19,6 +19,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.cli import cli
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.telemetry import TraceFiles
 from bytecheckpoint.telemetry.trace_files import merge_traces
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -28,7 +29,7 @@ def _state(rows: int = 64) -> dict[str, Any]:
 
 
 def _save_and_load_traced(rank: int, world_size: int, folder: str, directory: str) -> str:
-    with bcp.TraceFiles(directory):
+    with TraceFiles(directory):
         bcp.save(folder, _state())
         report = bcp.load(folder, _state())
     return str(report.timings)
@@ -62,7 +63,7 @@ def test_a_trace_of_all_ranks_in_one_file(pool: RankPool, tmp_path: Path) -> Non
 
 
 def test_the_file_of_a_killed_rank_is_readable(tmp_path: Path) -> None:
-    with bcp.TraceFiles(tmp_path / "trace"):
+    with TraceFiles(tmp_path / "trace"):
         bcp.save(tmp_path / "checkpoint", _state())
     (path,) = (tmp_path / "trace").glob("rank-*.json")
     whole = merge_traces([path], tmp_path / "whole.json")
@@ -75,7 +76,7 @@ def test_the_file_of_a_killed_rank_is_readable(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
-    with bcp.TraceFiles(tmp_path / "trace"):
+    with TraceFiles(tmp_path / "trace"):
         pass
     bcp.save(tmp_path / "checkpoint", _state())
     assert not list((tmp_path / "trace").iterdir())
@@ -113,7 +114,7 @@ def test_bytes_and_rates_are_on_handle_and_report(tmp_path: Path, caplog: pytest
 
 def test_an_unwritable_trace_does_not_fail_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = tmp_path / "trace"
-    with bcp.TraceFiles(directory):
+    with TraceFiles(directory):
         bcp.save(tmp_path / "a", _state())
         for path in directory.iterdir():
             path.unlink()

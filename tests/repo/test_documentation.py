@@ -1,0 +1,97 @@
+"""Run every block of Python in the README and the documentation.
+
+The blocks of a page run one after the other, as one program, in a folder of their own. ``s3://`` and ``/local`` are
+folders, too. A block that cannot run here has a comment before it with the reason: ``<!-- not run: needs ... -->``.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import bytecheckpoint as bcp
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = sorted(
+    page
+    for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))
+    if "```python" in page.read_text() and page.name != "rules.md"  # rules/test_rules_page.py runs it
+)
+BLOCK = re.compile(r"(?:^ *<!-- not run: (?P<reason>.+?) -->\n)?^ *```python\n(?P<code>.*?)^ *```", re.M | re.S)
+
+
+def prelude() -> dict[str, Any]:
+    """What the pages take for granted: a model that is trained, and checkpoints of it."""
+    model = nn.ModuleDict({"wte": nn.Embedding(256, 4), "blocks": nn.ModuleList([nn.Linear(4, 4)])})
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step() -> None:
+        optimizer.zero_grad()
+        model["blocks"][0](model["wte"](torch.arange(8))).sum().backward()
+        optimizer.step()
+
+    train_step()
+    return {
+        "bcp": bcp,
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        "train_step": train_step,
+        "steps": 3,
+        "extra": {"step": 3},
+        "state": {"model": model, "optimizer": optimizer, "extra_state": {"step": 0}},
+    }
+
+
+def prepare(page: Path, root: Path, names: dict[str, Any]) -> None:
+    """Save what a page loads without having saved it."""
+    model, optimizer, state = names["model"], names["optimizer"], names["state"]
+    if page.name == "README.md":
+        state = {**state, "lr_scheduler": names["scheduler"], "rng": bcp.RNGState()}
+        bcp.save(root / "s3" / "runs" / "7b" / "step-1000", state, step=1)
+    if page.name == "dcp.md":
+        names["state"] = {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+            "extra": {"step": 5},
+        }
+    if page.name == "other-formats.md":
+        (root / "run").mkdir()
+        sections = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra_state": {"step": 3}}
+        torch.save(sections, root / "run" / "last.pt")
+        bcp.save(root / "run" / "step-100", state)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = prelude()
+    prepare(page, tmp_path, names)
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        if found["reason"] is None:
+            code = textwrap.dedent(found["code"])
+            code = code.replace("s3://", f"{tmp_path}/s3/").replace('"/local', f'"{tmp_path}/local')
+            line = text.count("\n", 0, found.start("code"))
+            exec(compile("\n" * line + code, str(page), "exec"), names)
+
+
+def test_all_python_is_in_blocks_that_are_found() -> None:
+    """Python in an indented block is not run, so there is none."""
+    for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")):
+        outside = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+        lines = re.findall(r"^ {4,}.*\bbcp\.\w+\(.*$", outside, re.M)
+        assert not lines, f"{page.name}: {lines}"
+
+
+def test_some_blocks_run() -> None:
+    ran = [page.name for page in PAGES for found in BLOCK.finditer(page.read_text()) if found["reason"] is None]
+    assert len(ran) >= 8, ran
