@@ -178,7 +178,7 @@ def test_experts_load_in_any_layout(pool: RankPool, tmp_path: Path, pair: tuple[
         pytest.param(Layout(), Layout(tp=2, pp=2), Recipe(mla=True), None, id="multi-latent attention"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_optimizers_and_models_load_each_other(
     pool: RankPool, tmp_path: Path, source: Layout, target: Layout, recipe: Recipe, other: Recipe | None
 ) -> None:
@@ -212,7 +212,7 @@ def _through_fsdp(rank: int, world_size: int, source: str, path: str, kind: str)
     return full_state(root, optimizer)
 
 
-@pytest.mark.parametrize(("kind", "sharding"), sample(list(product(["FSDP-2", "DDP"], SHARDINGS)), 2))
+@pytest.mark.parametrize(("kind", "sharding"), sample(list(product(["FSDP-2", "DDP"], SHARDINGS)), 1))
 def test_fsdp_and_ddp_modules_of_the_same_names(pool: RankPool, tmp_path: Path, kind: str, sharding: str) -> None:
     first, second = str(tmp_path / "megatron"), str(tmp_path / "plain")
     layout, recipe = SHARDINGS[sharding]
@@ -251,7 +251,7 @@ def _load_padded(rank: int, world_size: int, layout: Layout, recipe: Recipe, pat
 
 @pytest.mark.parametrize("scaled", ["", "remainders"])
 @pytest.mark.parametrize("unpadded", [0, 60], ids=["padding stored", "padding not stored"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_vocabularies_have_any_padding(pool: RankPool, tmp_path: Path, unpadded: int, scaled: Scaled) -> None:
     path = str(tmp_path / "checkpoint")
     source = Recipe(unpadded=unpadded, scaled=scaled)

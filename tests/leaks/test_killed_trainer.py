@@ -66,6 +66,7 @@ def _of_session(session: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "shards"), (2, "shards"), (2, "whole")])
+@pytest.mark.sampled(2)
 def test_a_killed_job_leaves_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, world_size: int, layout: str
 ) -> None:

@@ -39,14 +39,17 @@ def _load_all(rank: int, world_size: int, name: str, paths: dict[str, str]) -> d
     return wrong
 
 
+NAMES = sample(list(LAYOUTS), 7)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, RankPool]) -> dict[str, str]:
-    """Save a checkpoint of every layout."""
+    """Save a checkpoint of each layout."""
     root: Path = tmp_path_factory.mktemp("matrix")
     paths = {}
-    for name, layout in LAYOUTS.items():
+    for name in NAMES:
         paths[name] = str(root / name)
-        pools[layout.world_size].run(_save, name, paths[name], timeout_s=120)
+        pools[LAYOUTS[name].world_size].run(_save, name, paths[name], timeout_s=120)
     return paths
 
 
@@ -65,8 +68,7 @@ def pools():
         yield {n: Sized(n) for n in (1, 2, 3, 4, 8)}
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
-@pytest.mark.sampled(8)
+@pytest.mark.parametrize("target", NAMES)
 def test_every_layout_loads_bit_equal_from_every_other(target: str, saved: dict[str, str], pools) -> None:
     results = pools[LAYOUTS[target].world_size].run(_load_all, target, saved, timeout_s=280)
     wrong = {f"{source} on rank {rank}": bad for rank, result in enumerate(results) for source, bad in result.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _Serve = Callable[..., None]
+
+_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -38,6 +41,8 @@ def forked_server(serve: _Serve, *arguments: Any) -> Iterator[Any]:
 
 def _run(pipe: Connection, environment: dict[str, str], serve: _Serve, arguments: tuple[Any, ...]) -> None:
     os.setsid()
+    # The fork server ends when the test process does, even if that is killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.clear()
     os.environ.update(environment)
     serve(pipe.send, *arguments)
