@@ -55,7 +55,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Parts of `make test` and of `make check`. A part that fails does not keep the others from running.
 LINT_PARTS := style types contracts
-TEST_PARTS := $(LINT_PARTS) test-main $(ENGINES:%=test-%) test-pairs $(if $(filter yes,$(WITH_VLLM)),test-vllm test-vllm-older)
+TEST_PARTS := $(LINT_PARTS) test-main $(ENGINES:%=test-%) test-pairs $(if $(filter yes,$(WITH_VLLM)),test-vllm test-vllm-older) \
+  $(if $(IS_FULL),test-oldest test-newest test-resolve)
 CHECK_PARTS := $(LINT_PARTS) test-fast
 
 # The tests of `make check`: format, planners, golden files, command line, parts of save and load, repository rules.
@@ -191,7 +192,7 @@ $(VENV)-oldest/.installed $(VENV)-newest/.installed: pyproject.toml setup.cfg $(
 	@echo "make: installing into $(@D) ..."
 	@$(PYTHON) -m venv --clear $(@D)
 	@echo 'torch$(if $(FLOORS_TORCH),==$(FLOORS_TORCH))' | $(RELEASE_VENV)/bin/uv pip install --quiet --python $(@D)/bin/python \
-	  --resolution $(RESOLUTION) -r /dev/stdin -e '.[test,s3,http,fast]'
+	  --resolution $(RESOLUTION) -r /dev/stdin -e '.[test,s3,fast]'
 	@touch $@
 
 test-resolve: $(RELEASE_VENV)/.installed
