@@ -9,7 +9,7 @@ COLUMNS = 120
 
 
 def test_lines_of_pages_are_short() -> None:
-    """Tables, and commands and their output in indented blocks, are as long as they must be; benchmarks write gpu.md."""
+    """Tables, commands and their output are as long as they must be, and `make gpu` writes its page."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     pages.remove(ROOT / "docs" / "performance" / "gpu.md")
     assert len(pages) > 20
