@@ -30,6 +30,7 @@ Builtin base classes are in parentheses: ``except FileNotFoundError`` also catch
     │   ├── StorageFullError              no space or quota is left
     │   ├── AccessDeniedError (PermissionError)   no permission, or the storage is read-only
     │   └── UnsupportedURLError (ValueError)      no backend serves this URL scheme
+    ├── ThreadError (RuntimeError)      the process cannot start another thread
     ├── RootInUseError                  another job saves below this root
     ├── SavePendingError (TimeoutError) SaveHandle.result(timeout) timed out; the save continues
     ├── CommitUnknownError              the checkpoint may or may not be committed; read it before you retry
@@ -87,6 +88,7 @@ __all__ = [
     "StorageError",
     "StorageFullError",
     "TensorIndexError",
+    "ThreadError",
     "UnansweredError",
     "UnknownObjectError",
     "UnserializableError",
@@ -302,6 +304,10 @@ class AccessDeniedError(StorageError, PermissionError):
 
 class UnsupportedURLError(StorageError, ValueError):
     """No storage backend serves this URL scheme."""
+
+
+class ThreadError(BytecheckpointError, RuntimeError):
+    """The process cannot start another thread, because a limit of its user or container is reached."""
 
 
 class RootInUseError(BytecheckpointError):

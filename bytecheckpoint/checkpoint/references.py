@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from ..errors import (
@@ -31,6 +30,7 @@ from ..errors import (
     StorageError,
 )
 from ..format.manifest import MANIFEST_KEY, PARENT, Manifest, split_reference
+from ..runtime.threads import Threads
 from ..storage_backends import folder_name, open_like, open_sibling, parent_url
 from ..storage_backends.base import StorageBackend
 from .attempts import PIN_PREFIX, is_old, new_attempt
@@ -77,7 +77,7 @@ def pin(backend: StorageBackend, attempt: str, folders: Iterable[str], *, for_up
         _sibling(backend, folder).put(PIN_PREFIX + attempt, (where + _FOR_UPLOAD * for_upload).encode())
 
     folders = tuple(folders)
-    with ThreadPoolExecutor(max(1, len(folders)), "bcp-pin") as threads:
+    with Threads(max(1, len(folders)), "bcp-pin") as threads:
         puts = [threads.submit(put, folder) for folder in folders]
     for done in puts:
         done.result()

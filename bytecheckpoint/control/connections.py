@@ -27,10 +27,10 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from ..runtime.daemon import run_daemon
+from ..runtime.threads import Threads, run_daemon
 from .timings import ACCEPT_RETRY_S, CONNECT_S, HANDSHAKE_S
 
 __all__ = [
@@ -293,7 +293,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop, self._stopped = asyncio.new_event_loop(), asyncio.Event()
-        self._executor = ThreadPoolExecutor(1, name)
+        self._executor = Threads(1, name)
         self._running = self._executor.submit(self._run)
 
     def _run(self) -> None:

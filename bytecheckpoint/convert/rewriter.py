@@ -11,7 +11,7 @@ import itertools
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
@@ -28,6 +28,7 @@ from ..format.checksums import Checksums, checksum_column, checksum_of, empty_ch
 from ..format.manifest import MANIFEST_KEY, FileTable, Manifest, timestamp
 from ..format.safetensors import HeaderEntry, build_header
 from ..planners import plan_load, split_box
+from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
@@ -152,9 +153,9 @@ class Rewriter:
 
     def __init__(self, index: Index) -> None:
         self._index, self._manifest = index, index.manifest
-        self._io = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="bcp-rewrite-io")
+        self._io = Threads(_IO_THREADS, thread_name_prefix="bcp-rewrite-io")
         # A separate pool: its tasks wait for tasks of the pool above.
-        self._ahead = ThreadPoolExecutor(2, thread_name_prefix="bcp-rewrite")
+        self._ahead = Threads(2, thread_name_prefix="bcp-rewrite")
         views = [None] if index.views is None else index.views.alone()
         self._reader, *self._others = (
             Reader(

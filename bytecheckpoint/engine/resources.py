@@ -7,12 +7,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
 from ..errors import UsageError
 from ..runtime.exit import before_exit
+from ..runtime.threads import Threads
 from .reading.bounce import BouncePool
 
 __all__ = ["IOEngine"]
@@ -58,7 +58,7 @@ class IOEngine:
     def __init__(self, *, io_threads: int = _IO_THREADS) -> None:
         self.pid = os.getpid()
         self.io_threads = io_threads
-        self.io = ThreadPoolExecutor(io_threads, thread_name_prefix="bcp-io")
+        self.io = Threads(io_threads, thread_name_prefix="bcp-io")
         self.bounce_pool = BouncePool()
         self._daemons: list[threading.Thread] = []  # that have saved or loaded
         self._calls: list[threading.Thread] = []  # daemons inside a save or a load, once per call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from ..engine.tensor_bytes import as_bytes, box_view
 from ..errors import RuleError
 from ..planners import split_box
 from ..rules import GlobalTensor, Region
+from ..runtime.threads import Threads
 from ..tensors.geometry import Box, moved_box
 from ..tensors.shards import torch_dtype
 
@@ -65,7 +65,7 @@ def compare(index: Index, comparisons: Sequence[Comparison]) -> None:
     if not comparisons or index.views is None:
         return
     faults: dict[str, str] = {}
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-compare") as pool:
+    with Threads(_THREADS, thread_name_prefix="bcp-compare") as pool:
         reader = Reader(index.backend, index.views.stored, pool, verify=index.is_own, crcs=index.crcs)
         for one in comparisons:
             if one.name not in faults and len(faults) < _MAX_FAULTS:

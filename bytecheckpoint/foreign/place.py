@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self, TypeVar
 
 from ..checkpoint.location import Location
 from ..errors import KeyNotFoundError
+from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
 
 __all__ = ["Place", "open_parent", "read_all"]
@@ -66,5 +66,5 @@ def open_parent(location: Location, deadline_s: float | None = None) -> StorageB
 
 def read_all(read: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
     """Return what ``read`` returns for each item; several of them wait for the store at the same time."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
+    with Threads(_THREADS, thread_name_prefix="bcp-index") as pool:
         return list(pool.map(read, items))

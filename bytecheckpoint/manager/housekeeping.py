@@ -7,7 +7,6 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of
@@ -17,6 +16,7 @@ from ..checkpoint.manifest_file import read_manifest
 from ..checkpoint.references import pins_of, release, sweep
 from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UsageError
 from ..format.manifest import MANIFEST_KEY
+from ..runtime.threads import Threads
 from ..save.handle import SaveHandle, failure_of
 from ..storage_backends import StorageBackend, check_key
 from .options import Retention
@@ -148,7 +148,7 @@ class Housekeeping(Cleaner):
         self._retention, self._job = retention, job
         self._keep_exception_saves = keep_exception_saves
         self._committed: list[Committed] | None = None  # in the order of their commits; None: unknown
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bcp-housekeeping")
+        self._thread = Threads(1, thread_name_prefix="bcp-housekeeping")
 
     def _open(self, *name: str) -> StorageBackend:
         return self._root.join(*name).open(self._deadline_s)

@@ -21,7 +21,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
 import msgpack
@@ -29,6 +28,7 @@ import msgpack
 from ..checkpoint.attempts import JOB_MARK_BYTES
 from ..control.peers import PeerIdentity
 from ..errors import KeyChangedError, KeyExistsError, KeyNotFoundError, RootInUseError, StateError, StorageError
+from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
 
 __all__ = ["HEARTBEATS_PER_LEASE", "LEASE_KEY", "Lease", "LeaseRecord", "check_holder"]
@@ -96,7 +96,7 @@ class Lease:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._lost: RootInUseError | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bcp-lease")
+        self._thread = Threads(1, thread_name_prefix="bcp-lease")
         try:
             self._thread.submit(self._send_heartbeats)
         except RuntimeError as error:

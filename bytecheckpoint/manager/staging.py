@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from ..checkpoint.manifest_file import adopt, decode_manifest, read_manifest, re
 from ..checkpoint.nearest import open_staging
 from ..errors import BytecheckpointError, CheckpointError, SavePendingError, StorageError, UsageError
 from ..format.manifest import MANIFEST_KEY
+from ..runtime.threads import Threads
 from ..save.handle import SaveHandle, failure_of
 from ..storage_backends.local.backend import LocalBackend
 from ..transfer.journal import find_journals
@@ -43,7 +44,7 @@ class StagingFolder(Cleaner):
 
     root: Location
     tier: Tier
-    uploads: ThreadPoolExecutor
+    uploads: Threads
     names: StepNames
     deadline_s: float
     job: bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from ..engine.staging.arena import BLOCK, Arena
 from ..errors import StateError, UsageError
 from ..format.manifest import MANIFEST_TRAILER, Manifest
 from ..planners import PlanCache
+from ..runtime.threads import Threads
 from ..storage_backends import StorageBackend, parent_url
 
 __all__ = ["DEFAULT_MERGE_MEMORY_BYTES", "LastCommit", "SaveEngine"]
@@ -75,9 +76,9 @@ class SaveEngine(IOEngine):
             raise UsageError(f"merge_memory must be at least {MIN_MERGE_BLOCKS * BLOCK} bytes, not {merge_memory!r}")
         self.arena = Arena(memory_budget, slots)
         self.merge_arena = Arena(merge_memory)
-        self.background = ThreadPoolExecutor(1, thread_name_prefix="bcp-save")
-        self.helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="bcp-help")
-        self.uploads = ThreadPoolExecutor(1, thread_name_prefix="bcp-upload")
+        self.background = Threads(1, thread_name_prefix="bcp-save")
+        self.helpers = Threads(_HELPERS, thread_name_prefix="bcp-help")
+        self.uploads = Threads(1, thread_name_prefix="bcp-upload")
         self.plans: PlanCache[FileLayout, MergeWork] = PlanCache()
         self.last_commit: LastCommit | None = None
         self.store_rates: dict[str, float] = {}

@@ -400,7 +400,7 @@ def _signal_name(number: int) -> str:
 
 
 def _tail(file: Path) -> str:
-    text = file.read_text(errors="replace") if file.exists() else ""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     return text if len(text) <= _OUTPUT_TAIL else "[...]\n" + text[-_OUTPUT_TAIL:]
 
 
@@ -409,7 +409,7 @@ def _settled_text(file: Path) -> str:
     text, deadline = "", time.monotonic() + time_limit(3.0)
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        latest = file.read_text(errors="replace")
+        latest = file.read_text(encoding="utf-8", errors="replace")
         if latest and latest == text:
             break
         text = latest

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ import xxhash
 
 from ..errors import KeyNotFoundError, StorageError
 from ..format.manifest import Manifest
+from ..runtime.threads import Threads
 from ..storage_backends.base import PartWriter, StorageBackend
 from .journal import FileUpload, Journal
 from .source import SourceFile
@@ -147,7 +147,7 @@ class Transfer:
         them, a transfer with the same journal can continue.
         """
         # The caller's thread may have an event loop, and must remain interruptible.
-        with ThreadPoolExecutor(1, thread_name_prefix="bcp-transfer") as alone:
+        with Threads(1, thread_name_prefix="bcp-transfer") as alone:
             running = alone.submit(asyncio.run, self._run())
             try:
                 running.result()
@@ -165,7 +165,7 @@ class Transfer:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         # A thread for each part, which it reads, hashes and sends, and one that opens files.
-        with ThreadPoolExecutor(self._window + 1, thread_name_prefix="bcp-transfer-io") as self._executor:
+        with Threads(self._window + 1, thread_name_prefix="bcp-transfer-io") as self._executor:
             while True:
                 try:
                     await self._copy_all()

@@ -44,7 +44,7 @@ from fsspec.spec import AbstractBufferedFile
 from typing_extensions import Buffer
 
 from ...errors import StorageFullError
-from ...runtime.daemon import run_daemon
+from ...runtime.threads import run_daemon
 from ..base import Conditions, IncompleteUpload, ObjectStat
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_prefix, is_object_key
 from ..posix import map_os_error

@@ -80,13 +80,7 @@ class LocalBackend(StorageBackend):
             path = os.path.abspath(os.fspath(root))
         except FileNotFoundError as error:
             raise StorageError(f"{root}: the working directory was removed; pass an absolute path") from error
-        try:
-            os.fsencode(path)
-        except UnicodeEncodeError as error:
-            raise UnsupportedURLError(
-                f"{path!a} cannot be written in {error.encoding}, the encoding of this process's file names; use a "
-                f"UTF-8 locale, or set PYTHONUTF8=1"
-            ) from error
+        _check_encodable(path)
         self._root = LocalRoot(path, direct_io=direct_io)
 
     def path_of(self, key: str) -> str:
@@ -303,6 +297,7 @@ class LocalBackend(StorageBackend):
     def _top_for(self, key: str, action: str) -> str:
         """Check the key and return the resolved root."""
         check_key(key)
+        _check_encodable(key)
         if any(component.startswith(TEMPORARY_PREFIX) for component in key.split("/")):
             raise StorageError(f"{action}: names that begin with {TEMPORARY_PREFIX!r} are reserved")
         return self._root.resolved()
@@ -322,12 +317,24 @@ class LocalBackend(StorageBackend):
 
     def _resolve_directory(self, prefix: str, action: str) -> tuple[str, str]:
         """Return the directory in which ``prefix`` ends, and the root, both resolved."""
+        _check_encodable(prefix)
         self._root.check_is_directory(action)
         top = self._root.resolved()
         directory = os.path.realpath(os.path.join(top, prefix))
         if not is_within(directory, top):
             raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {directory}")
         return directory, top
+
+
+def _check_encodable(path: str) -> None:
+    """Raise ``UnsupportedURLError`` if the encoding of file names lacks a character of a path or key."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise UnsupportedURLError(
+            f"{path!a} cannot be written in {error.encoding}, the encoding of this process's file names; use a "
+            f"UTF-8 locale, or set PYTHONUTF8=1"
+        ) from error
 
 
 def _object_stat(key: str, found: os.stat_result) -> ObjectStat:

@@ -16,13 +16,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ...errors import StorageError
+from ...runtime.threads import Threads
 from .failures import ShortReplyError
 
 __all__ = ["Connections", "Reply"]
@@ -40,7 +40,7 @@ class Connections:
     def __init__(self, make_tls: Callable[[], ssl.SSLContext], *, connect_s: float, threads: int) -> None:
         """``make_tls`` is called for the first https request; ``connect_s`` is how long connecting may take."""
         self._make_tls, self._connect_s = make_tls, connect_s
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="bcp-http")
+        self._threads = Threads(threads, thread_name_prefix="bcp-http")
         self._lock = threading.Lock()
         self._tls: ssl.SSLContext | None = None
         self._idle: dict[tuple[str, str], list[tuple[float, _Connection]]] = defaultdict(list)

@@ -27,6 +27,7 @@ BUILTIN_BASES = {
     "StateError": ValueError,
     "StorageError": OSError,
     "TensorIndexError": IndexError,
+    "ThreadError": RuntimeError,
     "UnknownObjectError": TypeError,
     "UnserializableError": TypeError,
     "UnsupportedTensorError": TypeError,

@@ -30,7 +30,7 @@ MAY_PICKLE = {
 }
 # CONTRIBUTING.md gives the reasons for these.
 MAY_HAVE_GLOBALS = {"bytecheckpoint.control.communicator", "bytecheckpoint.runtime.gc_pause"}
-MAY_START_THREADS = ("bytecheckpoint.inference.push.", "bytecheckpoint.runtime.daemon")
+MAY_START_THREADS = ("bytecheckpoint.inference.push.", "bytecheckpoint.runtime.threads")
 SERIALISERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 
 

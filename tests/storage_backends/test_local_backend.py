@@ -538,6 +538,18 @@ for call in (bcp.open, bcp.latest, bcp.CheckpointManager, save, load):
         assert "caf\\\\xe9' cannot be written in ascii" in str(error), error
     else:
         raise AssertionError(call)
+from bytecheckpoint.storage_backends import open_backend
+backend, key = open_backend({str(tmp_path)!r}), "caf\\xe9"
+for call in (
+    lambda: backend.put(key, b""), lambda: backend.create(key, 3), lambda: backend.get(key), lambda: backend.stat(key),
+    lambda: list(backend.list(key + "/")), lambda: backend.list_children(key + "/"), lambda: backend.delete([key]),
+):
+    try:
+        call()
+    except bcp.errors.StorageError as error:
+        assert "cannot be written in ascii" in str(error), error
+    else:
+        raise AssertionError(call)
 """
     environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import FormatError
+from ...runtime.threads import Threads
 from ...storage_backends.base import ObjectReader
 
 __all__ = ["Window", "read_rows"]
@@ -46,7 +46,7 @@ def read_rows(reader: ObjectReader, starts: Positions, width: int) -> Rows:
     if len(bounds) == 2:
         read(*bounds)
     else:
-        with ThreadPoolExecutor(_THREADS, "bcp-index") as pool:
+        with Threads(_THREADS, "bcp-index") as pool:
             list(pool.map(read, bounds[:-1], bounds[1:]))
     return rows
 

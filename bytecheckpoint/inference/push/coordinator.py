@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgpack
 import xxhash
 
 from ...errors import BytecheckpointError, ControlError, EngineError, StateError
+from ...runtime.threads import Threads
 from .commit import EngineCommit
 from .engines.base import Budget, Engine, ask, check_awake
 from .layout import Holding
@@ -345,5 +345,5 @@ class PushCoordinator:
         answered."""
         if len(items) == 1:
             return [function(items[0])]
-        with ThreadPoolExecutor(len(items), thread_name_prefix="bcp-push-engine") as threads:
+        with Threads(len(items), thread_name_prefix="bcp-push-engine") as threads:
             return [future.result() for future in [threads.submit(function, item) for item in items]]

@@ -20,7 +20,7 @@ from typing import Any
 
 from ...control.connections import Endpoint, at_most, close_when_connected, receive
 from ...errors import BytecheckpointError, EngineError, StateError
-from ...runtime.daemon import run_daemon
+from ...runtime.threads import run_daemon
 from .engines.base import Budget, Engine, ask, ask_all, check_awake
 from .engines.vllm import engine_at, server_at
 from .transports.acceptor import Acceptor, connect

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ import msgpack
 
 from ...control.base import Operation
 from ...errors import EngineError, StateError
+from ...runtime.threads import Threads
 from ...telemetry.trace import Timings
 from .coordinator import PushCoordinator
 from .engines.base import Budget
@@ -266,7 +266,7 @@ class RankPush(Push):
         gathered = op.gather("push.group", sender.group.name.encode())
         names = [name.decode() for name in gathered or ()]
         address = GroupAddress(*self._share("push.group", lambda leader: leader.group_address(names)))
-        with op.phase("push.group"), ThreadPoolExecutor(1, thread_name_prefix="bcp-push-join") as threads:
+        with op.phase("push.group"), Threads(1, thread_name_prefix="bcp-push-join") as threads:
             workers = threads.submit(coordinator.join_group, address, self._budget()) if coordinator else None
             try:
                 group = sender.group.join(address, op.rank)

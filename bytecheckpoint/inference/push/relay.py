@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...errors import DeadlineError, StateError
-from ...runtime.daemon import run_daemon
+from ...runtime.threads import run_daemon
 from .engine_model import EngineModel
 from .engines.targets import split_target
 from .engines.vllm import HttpEngine

@@ -27,7 +27,7 @@ from torch import nn
 
 from ...errors import DeadlineError, EngineError
 from ...format.safetensors import HeaderEntry, build_header, parse_header
-from ...runtime.daemon import run_daemon
+from ...runtime.threads import run_daemon
 from ...tensors.shards import basic_meta
 from .engines.vllm import MissingEndpoint
 from .messages import check_faults

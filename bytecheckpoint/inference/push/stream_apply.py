@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import wait
 
 from ...errors import BytecheckpointError, DeadlineError, EngineError
-from ...runtime.daemon import run_daemon
+from ...runtime.threads import run_daemon
 from .coordinator import PushCoordinator
 from .engines.base import Budget
 

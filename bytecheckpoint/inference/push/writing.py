@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 
 from ...engine.blocks import Block, page_round
 from ...errors import StateError
+from ...runtime.threads import Threads
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from .layout import Write
@@ -136,7 +137,7 @@ def write_all(
     writer = _Writer(transports, max((job.write.nbytes for job in jobs), default=0), quantizer, chunk_format)
     at = 0
     try:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-push-write") as threads:
+        with Threads(_THREADS, thread_name_prefix="bcp-push-write") as threads:
             for batch in _batches(jobs):
                 check()
                 writes = [job.write for job in batch]

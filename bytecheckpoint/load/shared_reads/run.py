@@ -7,7 +7,7 @@ A load negotiates together with its other messages (``make_offer``, ``answer_off
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +21,7 @@ from ...engine.tensor_bytes import box_view
 from ...errors import PlanError
 from ...planners import Request, RequestClass, find_rings, find_scatters, plan_load, plan_ring
 from ...runtime.arguments import check_choice
+from ...runtime.threads import Threads
 from ...tensors.geometry import Box
 from ...tensors.tables import BoxTable
 from .exchange import Exchange
@@ -110,10 +111,10 @@ def run_reads(op: Operation, planned: PlannedReads) -> int:
     if not planned.shared:
         read_own()
         return 0
-    with ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="bcp-share-read") as readers:
+    with Threads(_READING_THREADS, thread_name_prefix="bcp-share-read") as readers:
         exchanges = [join(op, readers) for join in planned.shared]
         tasks = [task for exchange in exchanges for task in exchange.tasks()]
-        with ThreadPoolExecutor(max(len(tasks), 1), thread_name_prefix="bcp-share") as links:
+        with Threads(max(len(tasks), 1), thread_name_prefix="bcp-share") as links:
             futures: list[Future[None]] = []
             try:
                 futures += [links.submit(task) for task in tasks]

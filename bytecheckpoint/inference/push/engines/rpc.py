@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ....errors import DeadlineError, EngineError, UsageError
-from ....runtime.daemon import run_daemon
+from ....runtime.threads import run_daemon
 from .answers import METHOD, CollectiveRpc
 
 __all__ = ["LocalEngine", "PauseMode", "RpcEngine"]

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from ....errors import BytecheckpointError, DeadlineError, EngineError, StateError
-from ....runtime.daemon import run_daemon
+from ....runtime.threads import run_daemon
 from ....version import install_command
 from ..guard import ExitGuard
 

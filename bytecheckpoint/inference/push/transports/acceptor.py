@@ -7,12 +7,12 @@ import logging
 import os
 import socket
 from abc import ABC, abstractmethod
-from concurrent.futures import ThreadPoolExecutor
 
 from ....control.addresses import LOOPBACK, listen, own_addresses
 from ....control.connections import Endpoint, LoopThread, accept, new_key
 from ....control.connections import connect as connect_to
 from ....errors import CorruptionError, EngineError
+from ....runtime.threads import Threads
 
 __all__ = ["Acceptor", "connect", "push_addresses"]
 
@@ -46,7 +46,7 @@ class Acceptor(ABC):
         listener = listen()
         self.endpoint = Endpoint(push_addresses(), listener.getsockname()[1], new_key())
         self._connections: set[socket.socket] = set()
-        self._threads = ThreadPoolExecutor(_MOST_SENDERS, thread_name_prefix="bcp-push-tcp")
+        self._threads = Threads(_MOST_SENDERS, thread_name_prefix="bcp-push-tcp")
         self._accepting = LoopThread("bcp-push-accept")
         self._accepting.submit(accept(listener, self.endpoint.key, self._take))
 

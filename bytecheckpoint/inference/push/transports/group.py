@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ....control.addresses import EVERYWHERE, LOOPBACK, listen
 from ....errors import EngineError, StateError, UsageError
-from ....runtime.daemon import run_daemon
+from ....runtime.threads import run_daemon
 from .acceptor import push_addresses
 from .base import TransportBroken
 
