@@ -283,6 +283,7 @@ print(status("VmHWM") - before)
 """
 
 
+@pytest.mark.full
 def test_an_upload_holds_only_the_parts_in_flight(front: GoogleFront, bucket: str) -> None:
     size, piece, limit = 384 << 20, 8 << 20, PARTS_IN_FLIGHT * parts.PART_BYTES + (64 << 20)
     words = [sys.executable, "-c", _UPLOAD, f"gs://{bucket}/root", front.url, str(size), str(piece)]
