@@ -40,7 +40,7 @@ Builtin base classes are in parentheses: ``except FileNotFoundError`` also catch
         ├── EngineError                   an inference engine failed or sent an invalid response
         └── DeadlineError (TimeoutError)  a wait exceeded its deadline; names the ranks that did not arrive
 
-    SaveFailedWarning (UserWarning)   an earlier asynchronous save failed, and nobody asked its handle for the outcome
+    SaveFailedWarning (UserWarning)   an earlier asynchronous save failed, and no one asked its handle for the outcome
 
 Did a failed save commit? ``error.may_have_committed`` answers it for every error in the tree:
 
@@ -321,7 +321,7 @@ class SavePendingError(BytecheckpointError, TimeoutError):
 
 
 class SaveFailedWarning(UserWarning):
-    """An earlier asynchronous save to the same folder failed, and nobody asked its handle for the outcome."""
+    """An earlier asynchronous save to the same folder failed, and no one asked its handle for the outcome."""
 
 
 class CommitUnknownError(BytecheckpointError):

@@ -48,7 +48,7 @@ class Session:
 
     Attributes:
         engine: Threads and memory.
-        failures: Saves that failed, and whose outcome nobody asked for.
+        failures: Saves that failed, and whose outcome no one asked for.
     """
 
     def __init__(

@@ -109,12 +109,12 @@ class Location:
             The location.
 
         Raises:
-            UsageError: There are options beside those of a location.
+            UsageError: There are options in addition to those of a location.
         """
         if not isinstance(path, Location):
             return cls(path, storage_options=storage_options)
         if storage_options:
-            raise UsageError("pass storage_options to the Location; they cannot be passed beside it")
+            raise UsageError("pass storage_options to the Location; they cannot be passed next to it")
         return replace(path)
 
     def join(self, *parts: str) -> Location:

@@ -225,7 +225,7 @@ def _configure(connection: socket.socket) -> None:
 
 
 def connect(endpoint: Endpoint, introduction: bytes = b"", limit_s: float | None = None) -> socket.socket:
-    """``dial`` for any thread, also for one that runs an event loop of its own."""
+    """``dial`` for any thread, also for one that runs its own event loop."""
     dialed = run_daemon(lambda: asyncio.run(dial(endpoint, introduction, limit_s)), "bytecheckpoint-connect")
     try:
         return dialed.result()
@@ -235,7 +235,7 @@ def connect(endpoint: Endpoint, introduction: bytes = b"", limit_s: float | None
 
 
 def close_when_connected(dialed: Future[socket.socket]) -> None:
-    """Close a connection that nobody waits for any more."""
+    """Close a connection that no one waits for any more."""
     dialed.add_done_callback(_close)
 
 
@@ -289,7 +289,7 @@ def receive(connection: socket.socket, nbytes: int, wait: Wait) -> bytes:
 
 
 class LoopThread:
-    """An event loop on a thread of its own, from construction until ``close``. Thread-safe."""
+    """An event loop on its own thread, from construction until ``close``. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._loop, self._stopped = asyncio.new_event_loop(), asyncio.Event()

@@ -152,7 +152,7 @@ def group_tied(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 
 def _address(slot: Slot) -> int:
-    """Where a plain tensor's elements begin; 0 if nothing tells, or if it is no plain tensor."""
+    """Where a plain tensor's elements begin; 0 if that is unknown, or if it is no plain tensor."""
     try:
         return slot.tensor.data_ptr() if slot.kind.is_plain and slot.tensor.numel() else 0
     except RuntimeError:  # it is sparse

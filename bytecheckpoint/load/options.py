@@ -115,7 +115,7 @@ class LoadRequest(LoadOptions):
 
     @property
     def location(self) -> Location:
-        """Where the checkpoint is that is to be opened."""
+        """The location of the checkpoint."""
         assert isinstance(self.source, Location)
         return self.source
 

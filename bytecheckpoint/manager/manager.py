@@ -366,7 +366,7 @@ class CheckpointManager:
                 continue.
 
         Warns:
-            SaveFailedWarning: An earlier save failed in the background, and nobody asked its handle for the outcome.
+            SaveFailedWarning: An earlier save failed in the background, and no one asked its handle for the outcome.
         """
         self._check_usable()
         self._callbacks.poll()

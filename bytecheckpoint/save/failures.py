@@ -1,4 +1,4 @@
-"""Asynchronous saves that failed, and whose outcome nobody asked for: they must not be missed."""
+"""Asynchronous saves that failed, and whose outcome no one asked for: they must not be missed."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class FailedSaves:
             return
         self._warned = {id(failed)}  # which `_failed` keeps alive
         warnings.warn(
-            f"{without_userinfo(failed.url)} was not saved, and nobody asked for its outcome: {failure_of(failed)}",
+            f"{without_userinfo(failed.url)} was not saved, and no one asked for its outcome: {failure_of(failed)}",
             SaveFailedWarning,
             stacklevel=_CALLERS,
         )
 
     def raise_for(self, location: Location | None = None) -> None:
-        """Forget the failed saves beside this location, or all; raise the error of one whose outcome nobody asked for.
+        """Forget the failed saves next to this location, or all; raise the error of one whose outcome no one asked for.
 
         Raises:
             BytecheckpointError: What ``SaveHandle.result`` raises.

@@ -187,7 +187,7 @@ class SaveHandle:
     def is_asked(self) -> bool:
         """Whether ``result``, ``exception`` or ``uploaded`` has answered how the save ended.
 
-        The failure of an asynchronous save for which nobody asks is a ``SaveFailedWarning`` in the next save to the
+        The failure of an asynchronous save for which no one asks is a ``SaveFailedWarning`` in the next save to the
         same folder, and an error of ``CheckpointManager.close`` and ``Checkpointer.close``, unless a later save to the
         folder is committed.
         """

@@ -62,7 +62,7 @@ def measure_time_factor(workers: int = 1) -> float:
     """Estimate how much slower this machine will be than an idle reference machine.
 
     Args:
-        workers: Number of processes that will run tests, beside the present load.
+        workers: Number of processes that will run tests, in addition to the present load.
 
     Returns:
         The larger of two ratios, the load per core and the relative time of a short loop, between 1 and 10.

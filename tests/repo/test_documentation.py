@@ -1,6 +1,6 @@
 """Run every block of Python in the README and the documentation.
 
-The blocks of a page run one after the other, as one program, in a folder of their own. ``s3://`` and ``/local`` are
+The blocks of a page run one after the other, as one program, in their own folder. ``s3://`` and ``/local`` are
 folders, too. A block that cannot run here has a comment before it with the reason: ``<!-- not run: needs ... -->``.
 """
 

@@ -18,7 +18,7 @@ BLOCKS = re.findall(r"^```(python|toml)\n(.*?)^```", PAGE, re.MULTILINE | re.DOT
 
 
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (first, write), (second, rules), (third, read), *_ = BLOCKS
+    _, (first, write), (second, rules), (third, read), *_ = BLOCKS
     assert (first, second, third) == ("python", "toml", "python")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()

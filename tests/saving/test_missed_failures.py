@@ -1,4 +1,4 @@
-"""An asynchronous save that failed is not missed, although nobody asks its handle for the outcome."""
+"""An asynchronous save that failed is not missed, although no one asks its handle for the outcome."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_next_save_to_the_same_folder_warns_once_and_makes_up_for_it(tmp_pat
     with bcp.Checkpointer() as saver:
         fail(saver, tmp_path / "1")
         saver.save(tmp_path / "other" / "1", STATE)
-        with pytest.warns(SaveFailedWarning, match="1 was not saved, and nobody asked for its outcome: a broken disk"):
+        with pytest.warns(SaveFailedWarning, match="1 was not saved, and no one asked for its outcome: a broken disk"):
             saver.save(tmp_path / "2", STATE)
         saver.save(tmp_path / "3", STATE)
 
