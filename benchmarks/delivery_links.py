@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from bytecheckpoint.inference.layouts.parts import Part
-from bytecheckpoint.planners.load.split import byte_span
+from bytecheckpoint.planners.extents import byte_span
 from bytecheckpoint.tensors.geometry import Box
 
 __all__ = ["ASSUMPTIONS", "H20", "H800", "SOURCES", "Composition", "Machine", "Prediction", "broadcast", "slices"]

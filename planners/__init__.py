@@ -13,12 +13,8 @@ All functions raise ``PlanError`` for inconsistent input and for malformed messa
 
 from __future__ import annotations
 
-from .gather.plan import LAYOUTS, GatherPlan, Layout, plan_gather
-from .gather.share import PIECE_SIZE, FragmentSlices, GatherShare
-from .load.plan import LoadPlan, plan_load
-from .load.split import byte_span, split_box
-from .save.assignment import Assignment
-from .save.contents import (
+from .balance import Assignment
+from .contents import (
     CONTRIBUTION_BYTES,
     DIGEST_BYTES,
     ContentChecks,
@@ -29,13 +25,14 @@ from .save.contents import (
     contribution,
     stack_digests,
 )
-from .save.local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, ValueEntry, ValueKey, pack_boxes, unpack_boxes
-from .save.merge import PlannedValues
-from .save.mesh_boxes import mesh_boxes
-from .save.plan import PlannedFile, SavePlan, consecutive_offsets, plan_columns, plan_groups, plan_save
-from .save.plan_cache import CachedPlan, PlanCache
-from .save.plan_groups import PlanGroup
-from .share.classes import (
+from .extents import byte_span, split_box
+from .gather_plan import LAYOUTS, GatherPlan, Layout, plan_gather
+from .gather_share import PIECE_SIZE, FragmentSlices, GatherShare
+from .load_plan import LoadPlan, plan_load
+from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, ValueEntry, ValueKey, pack_boxes, unpack_boxes
+from .plan_cache import CachedPlan, PlanCache
+from .plan_groups import PlanGroup, mesh_boxes
+from .request_classes import (
     ClassSummary,
     RankGroups,
     Request,
@@ -47,7 +44,9 @@ from .share.classes import (
     group_ranks,
     is_scattered,
 )
-from .share.plan import Batch, Packet, PartBox, Ring, SharedPart, plan_ring
+from .ring_plan import Batch, Packet, PartBox, Ring, SharedPart, plan_ring
+from .save_plan import PlannedFile, SavePlan, consecutive_offsets, plan_columns, plan_groups, plan_save
+from .table_merge import PlannedValues
 
 __all__ = [
     "CONTRIBUTION_BYTES",

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import zstandard
 
-from ..engine.reading.crc_check import CrcTable
+from ..engine.reading.checks import CrcTable
 from ..engine.reading.reader import Reader
 from ..engine.reading.views import StoredViews
 from ..engine.resources import IOEngine

@@ -31,7 +31,7 @@ from ..errors import (
     UsageError,
 )
 from ..format.manifest import MANIFEST_KEY
-from ..frameworks.captured import CapturedSection
+from ..frameworks.tree import CapturedSection
 from ..runtime.arguments import options_of
 from ..save.options import SaveOptions, SaveRequest
 from ..session import default_session

@@ -15,7 +15,7 @@ from ..telemetry.trace import Timings
 from ..tensors.derived import is_derived
 from .checksums import chunk_bounds
 from .files import FileImage
-from .staging.piece_copy import is_plain
+from .staging.pieces import is_plain
 from .tensor_bytes import byte_view
 
 __all__ = ["find_unchanged"]

@@ -14,7 +14,7 @@ import torch
 from ..checkpoint.index import Index
 from ..checkpoint.values import StoredValue
 from ..engine.checksums import chunk_size_for
-from ..engine.reading.crc_check import CrcTable
+from ..engine.reading.checks import CrcTable
 from ..errors import BytecheckpointError, NameCollisionError, UnsupportedTensorError
 from ..format.checksums import checksum_of, empty_checksums
 from ..format.manifest import FileTable, Manifest, SectionInfo, pack_payload, validate_foreign

@@ -13,7 +13,6 @@ from torch import nn
 
 from ..errors import BytecheckpointError, UnknownObjectError, UsageError
 from .base import Adapter
-from .captured import CapturedAdapter
 from .deepspeed import DeepSpeedAdapter, DeepSpeedOptimizerAdapter
 from .fsdp1 import FSDP1Adapter
 from .layout import ParamLayout
@@ -22,7 +21,7 @@ from .megatron.optimizer import MegatronOptimizerAdapter
 from .module import ModuleAdapter
 from .optimizer import OptimizerAdapter
 from .optimizer_state_dict import StateTreeAdapter
-from .tree import StatefulAdapter
+from .tree import CapturedAdapter, StatefulAdapter
 from .unsupported import require_supported
 
 __all__ = ["ENTRY_POINT_GROUP", "adapter_names", "find_adapter", "parameter_layouts", "register_adapter"]

@@ -1,13 +1,15 @@
-"""The adapters for trees of tensors and plain values, and for stateful objects (schedulers, data loaders, RNG)."""
+"""The adapters for trees of tensors and plain values, for stateful objects, and for what is described already."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from ..errors import StateError
 from ..format.values import MAX_DEPTH, path_name
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
@@ -17,7 +19,7 @@ from .tree_capture import Capture
 from .tree_paths import is_stateful, kind_of
 from .tree_target import build_target
 
-__all__ = ["StatefulAdapter", "TreeAdapter"]
+__all__ = ["CapturedAdapter", "CapturedSection", "StatefulAdapter", "TreeAdapter"]
 
 _PLAIN = (
     bool,
@@ -104,3 +106,27 @@ def _collect_policies(node: Any, path: Path, found: dict[Path, str]) -> None:
     elif kind in ("list", "tuple"):
         for index, child in enumerate(node):
             _collect_policies(child, (*path, index), found)
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedSection:
+    """What this rank holds of a section, as a tree of tensors and values. It can be saved, and not loaded into."""
+
+    source: SectionSource
+
+
+class CapturedAdapter(Adapter):
+    """Saves a ``CapturedSection`` as the tree that it describes."""
+
+    name: ClassVar[str] = "captured"
+    kind: ClassVar[str] = "tree"
+
+    def recognizes(self, obj: object) -> bool:
+        return type(obj) is CapturedSection
+
+    def capture(self, obj: Any, context: Context) -> SectionSource:
+        source: SectionSource = obj.source
+        return source
+
+    def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
+        raise StateError(f"section {context.section!r} was described for a save and cannot be loaded into")

@@ -21,8 +21,7 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionTarget, Shard
 from .options import Cast, Fault, LoadRequest
 from .overlaps import overlapping_shards
-from .sources import TensorSources
-from .stored import OpenCheckpoint, OpenSection
+from .stored import OpenCheckpoint, OpenSection, TensorSources
 
 __all__ = ["Match", "Target", "fault_lines", "match_targets", "mismatch_error", "refuse_cast"]
 

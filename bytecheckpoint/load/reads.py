@@ -14,8 +14,8 @@ from ..errors import StateError
 from ..tensors.derived import DerivedTensor, is_derived
 from ..tensors.geometry import Box
 from ..tensors.shards import Shard
+from .shared_reads.exchange import Part
 from .shared_reads.negotiation import Answer, ReadOffer
-from .shared_reads.pieces import Part
 from .shared_reads.run import PlannedReads, plan_reads, run_reads
 
 __all__ = ["ReadCounts", "ShardReads", "plan_shard_reads", "read_shards"]

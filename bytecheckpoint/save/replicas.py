@@ -5,7 +5,7 @@ equal. Every save compares them completely, by the digests with which it also co
 
 *Declared* replicas (``DistributedDataParallel``, ``Replicate()``, HSDP) are compared by sample: each save takes another
 part of the tensors. Every rank can compute with which ranks it shares a tensor, so it adds one term per set of ranks to
-a sum of 16 bytes, which is zero over all ranks if all copies are equal (``planners.save.contents``). The comparison
+a sum of 16 bytes, which is zero over all ranks if all copies are equal (``planners.contents``). The comparison
 needs no message unless a copy differs.
 """
 

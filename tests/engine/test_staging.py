@@ -17,8 +17,7 @@ from sampling import examples
 from bytecheckpoint.engine.blocks import PAGE
 from bytecheckpoint.engine.files import FileImage
 from bytecheckpoint.engine.staging.arena import Arena
-from bytecheckpoint.engine.staging.piece_copy import copy_piece
-from bytecheckpoint.engine.staging.pieces import split_images
+from bytecheckpoint.engine.staging.pieces import copy_piece, split_images
 from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.engine.tensor_bytes import as_bytes
 from bytecheckpoint.errors import DeadlineError, StateError

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.checkpoint.checkpoint import Checkpoint
 from bytecheckpoint.checkpoint.index import Index, decode_index, encode_index
-from bytecheckpoint.engine.reading.crc_check import combine_crc32
+from bytecheckpoint.engine.reading.checks import combine_crc32
 from bytecheckpoint.engine.resources import IOEngine
 from bytecheckpoint.errors import CorruptionError, FormatError, NameCollisionError, UnsupportedTensorError
 from bytecheckpoint.foreign.building import IndexBuilder, Piece, StoredLeaf, contiguous_boxes

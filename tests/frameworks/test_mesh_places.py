@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.frameworks.placements import MeshSharding
 from bytecheckpoint.frameworks.tensors import tensor_shards
-from bytecheckpoint.planners.save.mesh_boxes import mesh_boxes, mesh_members
+from bytecheckpoint.planners.plan_groups import mesh_boxes, mesh_members
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.mesh_layout import MeshLayout
 from bytecheckpoint.tensors.shards import MeshShard

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.planners.save import balance, rank_sets
-from bytecheckpoint.planners.save.balance import choose_writers
-from bytecheckpoint.planners.save.rank_sets import RankSets
+from bytecheckpoint.planners import balance, rank_sets
+from bytecheckpoint.planners.balance import choose_writers
+from bytecheckpoint.planners.rank_sets import RankSets
 from bytecheckpoint.tensors.tables import Int64
 
 Groups = list[tuple[int, list[int]]]

@@ -8,7 +8,7 @@ from sampling import examples
 
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.planners import CachedPlan, ContentChecks, HeldContents, PlanCache, compare_contents, stack_digests
-from bytecheckpoint.planners.save.assignment import Assignment
+from bytecheckpoint.planners.balance import Assignment
 from bytecheckpoint.tensors.tables import Int64
 
 World = list[dict[str, int]]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from bytecheckpoint.planners.load.extents import plan_extents
+from bytecheckpoint.planners.extents import plan_extents
 
 Range = tuple[int, int, int]
 """File, begin, end."""

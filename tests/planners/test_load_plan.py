@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.planners import plan_load
+from bytecheckpoint.planners import load_plan, plan_load
 from bytecheckpoint.planners.coverage import first_uncovered
-from bytecheckpoint.planners.load import plan as load_plan
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta

@@ -25,7 +25,7 @@ from bytecheckpoint.planners import (
     unpack_boxes,
     wire,
 )
-from bytecheckpoint.planners.save.local_plan import ValueNames
+from bytecheckpoint.planners.local_plan import ValueNames
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.mesh_layout import MeshLayout

@@ -14,7 +14,7 @@ from bytecheckpoint.planners import (
     find_scatters,
     group_ranks,
 )
-from bytecheckpoint.planners.share.classes import find_stripe, is_scattered
+from bytecheckpoint.planners.request_classes import find_stripe, is_scattered
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bytecheckpoint.engine import pinning
+from bytecheckpoint.engine import blocks
 
 __all__ = ["Runtime", "stand_in_runtime"]
 
@@ -66,5 +66,5 @@ def stand_in_runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(torch.cuda, "device", use)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     library: Any = lambda name: made  # noqa: E731
-    monkeypatch.setattr(pinning, "ctypes", type("Ctypes", (), {"CDLL": staticmethod(library)}))
+    monkeypatch.setattr(blocks, "ctypes", type("Ctypes", (), {"CDLL": staticmethod(library)}))
     return made

@@ -13,7 +13,7 @@ import torch
 from ...tensors.derived import dense_values, is_derived
 from ...tensors.shards import Shard
 from ..files import FileImage
-from ..staging.piece_copy import copy_flat_range, is_plain
+from ..staging.pieces import copy_flat_range, is_plain
 from ..staging.staging import Staging
 from ..tensor_bytes import as_bytes
 

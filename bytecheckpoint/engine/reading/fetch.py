@@ -17,8 +17,7 @@ from ...format.checksums import checksum_of
 from ...storage_backends.base import ObjectReader
 from ...telemetry.trace import Timings
 from .bounce import BounceBuffer, BouncePool
-from .chunk_check import ChunkCheck
-from .crc_check import CrcCheck
+from .checks import ChunkCheck, CrcCheck
 from .frame_reader import FrameReader
 from .read_plan import ReadPlan
 from .stored_files import Fault, OpenFiles, StoredFiles

@@ -9,13 +9,11 @@ import numpy as np
 
 from ...format.checksums import Checksums
 from ...format.manifest import Manifest
-from ...planners.load.extents import Extents, plan_extents
-from ...planners.load.split import byte_span, split_box
+from ...planners.extents import Extents, byte_span, plan_extents, split_box
 from ...tensors.dtypes import DTYPES
 from ...tensors.tables import Int64
 from ..tensor_bytes import byte_view
-from .device_copy_in import DeviceCopyIn
-from .placement import BoxPlace, MemoryPlace, Place, ReadPart, is_plain_memory
+from .placement import BoxPlace, DeviceCopyIn, MemoryPlace, Place, ReadPart, is_plain_memory
 
 __all__ = ["ReadPlan", "plan_checks", "plan_reads"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,8 +20,7 @@ from ...format.manifest import Manifest
 from ...storage_backends.base import StorageBackend
 from ...telemetry.trace import Timings
 from .bounce import BouncePool
-from .chunk_check import ChunkCheck
-from .crc_check import CrcCheck, CrcTable
+from .checks import ChunkCheck, CrcCheck, CrcTable
 from .fetch import Fetcher
 from .frame_reader import FrameReader
 from .placement import ReadPart

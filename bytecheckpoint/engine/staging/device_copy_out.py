@@ -16,7 +16,7 @@ from ...tensors.derived import is_derived
 from ..blocks import Block
 from ..files import FileImage
 from ..tensor_bytes import as_bytes
-from .piece_copy import copy_flat_range, copy_head, is_plain, parts
+from .pieces import copy_flat_range, copy_head, is_plain, parts
 
 __all__ = ["DeviceCopyOut", "block_preparation", "cuda_devices", "pin"]
 

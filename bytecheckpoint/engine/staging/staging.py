@@ -19,8 +19,7 @@ from ..blocks import Block
 from ..files import FileImage
 from .arena import Arena
 from .device_copy_out import DeviceCopyOut, cuda_devices
-from .piece_copy import copy_piece, parts
-from .pieces import Piece, split_images
+from .pieces import Piece, copy_piece, parts, split_images
 
 __all__ = ["Staging"]
 

@@ -19,8 +19,7 @@ from ..optimizer_wrappers import as_list
 from ..pretrained import apply_name_rules
 from ..unsupported import require_no_masters
 from .engine import engines_of, inner_of, is_loaded, optimizer_of, require_supported
-from .partitions import partitions_of, take_changes
-from .zero3 import PartitionedParam, is_partitioned, partitioned_params, release
+from .partitions import PartitionedParam, is_partitioned, partitioned_params, partitions_of, release, take_changes
 
 __all__ = ["DeepSpeedAdapter"]
 

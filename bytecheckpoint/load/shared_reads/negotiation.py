@@ -2,7 +2,7 @@
 
 Ranks never exchange lists of requests. Each rank sorts its requests into a few classes and offers one digest of each to
 rank 0. Rank 0 answers with the ranks of each digest that several ranks offered, if sharing is likely to be faster. See
-``planners.share`` for the classes.
+``planners.request_classes`` for the classes.
 """
 
 from __future__ import annotations

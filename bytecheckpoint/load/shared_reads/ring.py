@@ -19,8 +19,7 @@ from ...control.base import Operation
 from ...engine.tensor_bytes import as_bytes, byte_view, copy_elements
 from ...errors import ControlError
 from ...planners import Batch, Packet, PartBox, Ring
-from .exchange import Exchange, checksum_of
-from .pieces import StoredPieces
+from .exchange import Exchange, StoredPieces, checksum_of
 
 __all__ = ["RingExchange"]
 

@@ -24,9 +24,8 @@ from ...runtime.arguments import check_choice
 from ...runtime.threads import Threads
 from ...tensors.geometry import Box
 from ...tensors.tables import BoxTable
-from .exchange import Exchange
+from .exchange import Exchange, Part, StoredPiece, StoredPieces
 from .negotiation import Answer, ReadOffer, ShareReads, answer_offers, make_offer
-from .pieces import Part, StoredPiece, StoredPieces
 from .ring import RingExchange
 from .scatter import ScatterExchange
 

@@ -18,8 +18,7 @@ import torch
 from ...engine.tensor_bytes import box_view, byte_view, copy_elements
 from ...planners import Batch
 from ...tensors.geometry import Box
-from .exchange import Exchange, checksum_of
-from .pieces import StoredPieces
+from .exchange import Exchange, StoredPieces, checksum_of
 
 __all__ = ["ScatterExchange"]
 

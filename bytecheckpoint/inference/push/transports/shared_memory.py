@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....engine.pinning import Pinning
+from ....engine.blocks import Pinning
 from ....errors import CorruptionError, EngineError
 from ..layout import ChunkStore, Layout
 from .base import Place, Transport, xxh3_digest

@@ -6,9 +6,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from .assignment import Assignment
+from .balance import Assignment
 from .contents import ContentChecks, ContentComparison
-from .plan import SavePlan
+from .save_plan import SavePlan
 
 __all__ = ["CachedPlan", "PlanCache"]
 

@@ -1,7 +1,8 @@
-"""Compare stored bytes with the CRC-32s of whole ranges of files, which the archives of ``torch.save`` have.
+"""Compare stored bytes, as they arrive, with checksums: the manifest's, and CRC-32s of archives of ``torch.save``.
 
-A read fetches only what is requested, in any order and from several threads. So each piece is hashed by itself. When
-the pieces of a range are complete, their CRC-32s are combined; a range that was only read in part stays unchecked.
+A CRC-32 covers a whole range of a file. A read fetches only what is requested, in any order and from several threads.
+So each piece is hashed by itself. When the pieces of a range are complete, their CRC-32s are combined; a range that was
+only read in part stays unchecked.
 """
 
 from __future__ import annotations
@@ -16,9 +17,59 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from ...tensors.tables import Int64
-from .stored_files import StoredFiles
+from ..checksums import ChunkHasher, chunk_checksums
+from .stored_files import Fault, StoredFiles
 
-__all__ = ["CrcCheck", "CrcTable", "combine_crc32"]
+__all__ = ["ChunkCheck", "CrcCheck", "CrcTable", "combine_crc32"]
+
+
+class ChunkCheck:
+    """Checks the shards of one file. Each shard's bytes arrive in order, from the start of a chunk to the end of one.
+
+    Not thread-safe; releases the GIL while it hashes.
+    """
+
+    def __init__(self, source: StoredFiles, file: int, on_fault: Fault) -> None:
+        manifest = source.manifest
+        self._source, self._file, self._on_fault = source, file, on_fault
+        self._starts, self._nbytes = manifest.checksum_starts, manifest.shard_nbytes
+        self._checksums = manifest.checksums
+        self.chunk_size = int(manifest.files.chunk_size[file])
+        self._partial: ChunkHasher | None = None  # set while a chunk is incomplete; counts from ``_origin``
+        self._origin = 0
+
+    def feed(self, row: int, shard: int, begin: int, data: memoryview) -> None:
+        """Check ``data``, the file's bytes from ``begin`` on: part of shard ``row``, which starts at byte ``shard``."""
+        start = begin - shard
+        end = start + len(data)
+        is_complete = end % self.chunk_size == 0 or end == self._nbytes[row]
+        if is_complete and self._partial is None:
+            found = chunk_checksums(data, self.chunk_size)
+        else:
+            if self._partial is None:
+                self._partial = ChunkHasher([0], [int(self._nbytes[row]) - start], self.chunk_size)
+                self._origin = start
+            hasher, done = self._partial, self._partial.chunks_done
+            hasher.update(start - self._origin, data)
+            found = hasher.completed_since(done)
+            start = self._origin + done * self.chunk_size
+            if is_complete:
+                self._partial = None
+        if found != self._expected(row, start, len(found)):
+            self._report(row, shard, start, found)
+
+    def _expected(self, row: int, start: int, count: int) -> list[bytes]:
+        first = int(self._starts[row]) + start // self.chunk_size
+        expected: list[bytes] = self._checksums[first : first + count].tolist()
+        return expected
+
+    def _report(self, row: int, shard: int, start: int, found: list[bytes]) -> None:
+        expected = self._expected(row, start, len(found))
+        index = next(i for i, (one, other) in enumerate(zip(found, expected)) if one != other)
+        begin = shard + start + index * self.chunk_size
+        end = min(begin + self.chunk_size, shard + int(self._nbytes[row]))
+        self._on_fault(row, self._source.mismatch(self._file, row, begin, end))
+
 
 _POLYNOMIAL = 0xEDB88320  # of zlib's CRC-32, reflected: bit 31 is the coefficient of x^0
 

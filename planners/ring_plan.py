@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from ...tensors.geometry import Box, row_major_strides
-from ..load.split import byte_span, split_box
+from ..tensors.geometry import Box, row_major_strides
+from .extents import byte_span, split_box
 
 __all__ = ["Batch", "Packet", "PartBox", "Ring", "SharedPart", "plan_ring"]
 

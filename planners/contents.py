@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ...errors import PlanError
-from ...tensors.tables import Int64, ragged_positions, ragged_starts
-from ..wire import Bool, Fields, pack_column, pack_message
+from ..errors import PlanError
+from ..tensors.tables import Int64, ragged_positions, ragged_starts
 from .rank_sets import distinct_sets
+from .wire import Bool, Fields, pack_column, pack_message
 
 __all__ = [
     "CONTRIBUTION_BYTES",

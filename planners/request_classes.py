@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...tensors.geometry import Box
-from ...tensors.tables import BoxTable, TensorTable
+from ..tensors.geometry import Box
+from ..tensors.tables import BoxTable, TensorTable
 
 __all__ = [
     "ClassSummary",

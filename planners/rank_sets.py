@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ...tensors.tables import Int64, ragged_positions, ragged_starts
-from ..wire import Bool
+from ..tensors.tables import Int64, ragged_positions, ragged_starts
+from .wire import Bool
 
 __all__ = ["RankSets", "distinct_sets"]
 

@@ -13,17 +13,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...errors import PlanError
-from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
-from ..coverage import tiling_faults
-from ..dedup import ElementNumbers, Replicas, differs, group_replicas, number_elements
-from ..wire import Bool, pack_columns, pack_flags
-from .assignment import Assignment, pack_assignment
-from .balance import choose_writers
+from ..errors import PlanError
+from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
+from .balance import Assignment, choose_writers, pack_assignment
+from .coverage import tiling_faults
+from .dedup import ElementNumbers, Replicas, differs, group_replicas, number_elements
 from .local_plan import LocalPlan, ValueKey
-from .merge import PlannedValues, merge_aliases, merge_pinned, merge_sections, merge_tensors, merge_values, ranks_text
 from .plan_groups import HeldRows, PlanGroup, group_plans, held_rows, whole_boxes
 from .rank_sets import RankSets, distinct_sets
+from .table_merge import (
+    PlannedValues,
+    merge_aliases,
+    merge_pinned,
+    merge_sections,
+    merge_tensors,
+    merge_values,
+    ranks_text,
+)
+from .wire import Bool, pack_columns, pack_flags
 
 __all__ = [
     "PlannedFile",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import PlanError
-from ...tensors.geometry import Box
-from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
-from ..coverage import first_uncovered
+from ..errors import PlanError
+from ..tensors.geometry import Box
+from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
+from .coverage import first_uncovered
 
 __all__ = ["LoadPlan", "plan_load"]
 

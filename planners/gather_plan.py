@@ -13,13 +13,13 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ...errors import PlanError
-from ...format.safetensors import shard_name
-from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions
-from ..save.assignment import Assignment
-from ..save.plan import SavePlan, add_whole, lay_out_files, rows_by_rank
-from ..wire import Bool
-from .share import PIECE_ALIGNMENT, PIECE_SIZE, GatherShare, item_places
+from ..errors import PlanError
+from ..format.safetensors import shard_name
+from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_positions
+from .balance import Assignment
+from .gather_share import PIECE_ALIGNMENT, PIECE_SIZE, GatherShare, item_places
+from .save_plan import SavePlan, add_whole, lay_out_files, rows_by_rank
+from .wire import Bool
 
 __all__ = ["LAYOUTS", "GatherPlan", "Layout", "plan_gather"]
 

@@ -12,10 +12,10 @@ from itertools import compress
 
 import numpy as np
 
-from ...tensors.dtypes import DTYPES
-from ...tensors.mesh_layout import MeshLayout
-from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_starts
-from ..wire import (
+from ..tensors.dtypes import DTYPES
+from ..tensors.mesh_layout import MeshLayout
+from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_starts
+from .wire import (
     MAX_LENGTH,
     Bool,
     Fields,

@@ -9,11 +9,11 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from ...errors import PlanError
-from ...tensors.tables import Int64, TensorTable, ragged_positions, ragged_starts
-from ..wire import Bool
+from ..errors import PlanError
+from ..tensors.tables import Int64, TensorTable, ragged_positions, ragged_starts
 from .local_plan import ValueKey
 from .plan_groups import PlanGroup
+from .wire import Bool
 
 __all__ = [
     "PlannedValues",

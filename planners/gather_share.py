@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...tensors.tables import BoxTable, Int64, TensorTable
-from ..dedup import matrices
-from ..save.local_plan import LocalPlan
-from ..wire import MAX_LENGTH, Fields, pack_column, pack_message, tensor_fields
+from ..tensors.tables import BoxTable, Int64, TensorTable
+from .dedup import matrices
+from .local_plan import LocalPlan
+from .wire import MAX_LENGTH, Fields, pack_column, pack_message, tensor_fields
 
 __all__ = ["PIECE_ALIGNMENT", "PIECE_SIZE", "FragmentSlices", "GatherShare", "item_places", "split_fragments"]
 
