@@ -20,7 +20,7 @@ from trainer_folders import Block, optimizer_of, write_trainer_folder
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CorruptionError, FormatError, MismatchError
-from bytecheckpoint.frameworks.group_order import only_division
+from bytecheckpoint.frameworks.stored_state_dict import only_division
 from bytecheckpoint.testing.ranks import RankPool
 
 

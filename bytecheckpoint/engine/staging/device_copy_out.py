@@ -48,7 +48,7 @@ class DeviceCopyOut:
         offset: int,
         only: Callable[[torch.Tensor], bool] | None = None,
     ) -> list[torch.cuda.Event]:
-        """Like ``piece_copy.copy_piece``, but device bytes have arrived only when the returned events are done."""
+        """Like ``copy_piece``, but device bytes have arrived only when the returned events are done."""
         if self._streams:
             pin(block, next(iter(self._streams)))
         copy_head(image, start, stop, block, offset)
