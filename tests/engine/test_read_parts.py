@@ -135,7 +135,7 @@ def test_any_parts_into_any_memory(
 ) -> None:
     backend = _open(saved / str(chunk), read_path, size)
     manifest = read_manifest(backend)
-    reader = Reader(backend, manifest, pool, bounce_pool=BouncePool(8 * size), options=bcp.LoadOptions(verify=verify))
+    reader = Reader(backend, manifest, pool, bounce_pool=BouncePool(8 * size), verify=verify)
     parts = []
     for name, box, kind in requests:
         row = manifest.tensor_row(f"model.{name}")
@@ -191,9 +191,7 @@ def test_a_changed_byte_is_found_on_every_path(
             continue  # the column does not need the damaged chunk
         with pytest.raises(CorruptionError, match=rf"model\.matrix .*bytes \[{low}, {high}\)"):
             Reader(damaged, manifest, pool).read([ReadPart(shard, box, memory)])
-    Reader(damaged, manifest, pool, options=bcp.LoadOptions(verify=False)).read(
-        [ReadPart(shard, Box((0, 0), (33, 50)), torch.zeros(33, 50))]
-    )
+    Reader(damaged, manifest, pool, verify=False).read([ReadPart(shard, Box((0, 0), (33, 50)), torch.zeros(33, 50))])
 
 
 def test_the_error_for_a_truncated_file_names_the_missing_tensor(

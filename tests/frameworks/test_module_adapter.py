@@ -14,11 +14,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from bytecheckpoint.errors import NameCollisionError, StateError, UnsupportedTensorError
 from bytecheckpoint.frameworks.base import Context
 from bytecheckpoint.frameworks.dtensor import empty_like_dtensor
 from bytecheckpoint.frameworks.module import ModuleAdapter, parameter_layouts
+from bytecheckpoint.frameworks.optimizer import OptimizerAdapter
 from bytecheckpoint.frameworks.tensors import tensor_shards
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.shards import StoredSection
@@ -481,6 +483,19 @@ def odd_dtensors(rank, world_size):
     like = empty_like_dtensor(distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)]), torch.bfloat16)
     assert (like.dtype, tuple(like.shape), like.to_local().dtype) == (torch.bfloat16, (5, 2), torch.bfloat16)
     assert like.placements == (Shard(0),)
+
+    def interleaved():
+        placements = [_StridedShard(0, split_factor=2)]
+        return DTensor.from_local(torch.ones(4), mesh, placements, run_check=False, shape=(8,), stride=(1,))
+
+    param = nn.Parameter(interleaved())
+    optimizer = torch.optim.SGD([("w", param)], momentum=0.9)
+    optimizer.state[param]["momentum_buffer"] = interleaved()
+    source = OptimizerAdapter().capture(
+        optimizer, Context("optimizer", {"optimizer": optimizer}, rank=rank, world_size=world_size)
+    )
+    assert len(source.shards) == 2
+    assert not source.unproven, "a DTensor says which part this rank holds, also if it is several boxes"
 
     others = init_device_mesh("cpu", (1,)) if rank == 0 else None
     if others is not None:
