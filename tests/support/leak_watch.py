@@ -25,7 +25,7 @@ import psutil
 
 from bytecheckpoint.testing import time_limit
 
-_POOLS = {"bcp-io": 8, "bcp-save": 1, "bcp-help": 3, "bcp-upload": 1, "bytecheckpoint-s3": 8}
+_POOLS = {"bcp-io": 8, "bcp-save": 1, "bcp-help": 3, "bcp-upload": 1, "bcp-http": 8}
 """Limits of the thread pools that a process keeps between saves; threads start on demand."""
 
 _ENDING_S = time_limit(10)
