@@ -36,7 +36,9 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 # ---------------------------------------------------------------------------------------------- models and optimizers
 
-NAMES = ("plain-1", "ddp-2", "fsdp1-full-orig-2", "fsdp2-2", "tp-2", "fsdp2-3", "fsdp2-4", "hsdp-4", "fsdp2-tp-4")
+NAMES = sample(
+    ["plain-1", "ddp-2", "fsdp1-full-orig-2", "fsdp2-2", "tp-2", "fsdp2-3", "fsdp2-4", "hsdp-4", "fsdp2-tp-4"], 5
+)
 
 # How a checkpoint is written, and how it is read.
 WAYS = {
@@ -90,7 +92,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> str:
     return root
 
 
-@pytest.mark.parametrize("target", sample(NAMES, 3))
+@pytest.mark.parametrize("target", sample(NAMES, 2))
 def test_every_layout_loads_into_every_other(target: str, saved: str, rank_pool: RankPool) -> None:
     world_size = LAYOUTS[target].world_size
     results = rank_pool.run(_load_layouts, target, saved, world_size=world_size, timeout_s=240)
