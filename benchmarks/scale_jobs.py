@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.scale_world import PLAIN, STEP, World
 from benchmarks.scale_worlds import make_world, parameters
+from bytecheckpoint.checkpoint.attempts import new_attempt_id
 from bytecheckpoint.engine.checksums import chunk_size_for
 from bytecheckpoint.format.manifest import decode, encode
 from bytecheckpoint.format.values import decode_path
@@ -84,7 +85,7 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
     with clock.on("root"):
         summaries = [RankSummary(*parts) for parts in unpack_parts(sent)]
         assert all(one.arguments == summaries[0].arguments for one in summaries)
-        negotiation = PlanNegotiation(root, root_listing, summaries, b"")
+        negotiation = PlanNegotiation(root, root_listing, summaries, new_attempt_id)
         requests = negotiation.messages()
     replies = [b""] * ranks
     if negotiation.plan is None:

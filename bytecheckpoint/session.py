@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +15,10 @@ from .checkpoint.discovery import CompleteCheckpoint, find_newest
 from .checkpoint.index import Index
 from .checkpoint.location import Location
 from .checkpoint.nearest import open_nearest
+from .checkpoint.sweep import FilesGoneError
 from .control import current_communicator
 from .control.base import Communicator, Operation
-from .errors import UsageError
+from .errors import BytecheckpointError, RankFailedError, UsageError
 from .foreign.opening import CheckpointSource
 from .load.options import LoadRequest
 from .load.protocol import load
@@ -35,6 +37,7 @@ from .telemetry.trace_files import TraceFiles
 
 __all__ = ["TRACE_VARIABLE", "Session", "default_session"]
 
+_log = logging.getLogger(__name__)
 _Request = TypeVar("_Request")
 
 TRACE_VARIABLE = "BYTECHECKPOINT_TRACE"
@@ -76,20 +79,37 @@ class Session:
     ) -> SaveHandle:
         """Save what ``make_state`` returns. An error in it, or in ``make_request``, is raised by all ranks."""
         with self.engine.track_call():
-            op = self.operation("save", deadline_s)
-            with _closing_on_failure(op):
-                with op.phase("check"):
-                    request = make_request()
-                    location = request.location
-                    assert location is not None
-                    backend = location.open(request.deadline_s)
-                    self.failures.warn(location)
-                    op.set_description(f"save of {backend.url}")
-                with op.phase("state"):
-                    state = make_state()
-            handle = save(self.engine, backend, op, state, request, is_async=is_async)
-            self.failures.follow(location, handle)
-            return handle
+            try:
+                return self._save_once(make_request, make_state, is_async=is_async, deadline_s=deadline_s)
+            except BytecheckpointError as error:
+                cause = error.error_type if isinstance(error, RankFailedError) else type(error).__name__
+                if is_async or cause != FilesGoneError.__name__:
+                    raise
+                _log.warning("saving again: %s", error)
+            return self._save_once(make_request, make_state, is_async=is_async, deadline_s=deadline_s)
+
+    def _save_once(
+        self,
+        make_request: Callable[[], SaveRequest],
+        make_state: Callable[[], Mapping[str, Any]],
+        *,
+        is_async: bool,
+        deadline_s: Any,
+    ) -> SaveHandle:
+        op = self.operation("save", deadline_s)
+        with _closing_on_failure(op):
+            with op.phase("check"):
+                request = make_request()
+                location = request.location
+                assert location is not None
+                backend = location.open(request.deadline_s)
+                self.failures.warn(location)
+                op.set_description(f"save of {backend.url}")
+            with op.phase("state"):
+                state = make_state()
+        handle = save(self.engine, backend, op, state, request, is_async=is_async)
+        self.failures.follow(location, handle)
+        return handle
 
     def warm_up(
         self,

@@ -591,6 +591,19 @@ class StorageBackend(ABC):
         """
         return None
 
+    def open_other(self, url: str) -> StorageBackend | None:
+        """Return the backend of another root of the same store, if it must be made from this one.
+
+        The default implementation is for stores that ``open_backend`` opens.
+
+        Args:
+            url: The other root.
+
+        Returns:
+            The backend; None if ``open_backend`` makes it.
+        """
+        return None
+
     def remarks(self) -> Sequence[str]:
         """Describe what was unusual about the reads so far, for the report of a load.
 

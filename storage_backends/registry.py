@@ -88,7 +88,7 @@ def open_like(backend: StorageBackend, url: str) -> StorageBackend:
     Raises:
         UnsupportedURLError: The URL, or an option for it, is not valid.
     """
-    other = open_backend(url, **backend.options)
+    other = backend.open_other(url) or open_backend(url, **backend.options)
     other.deadline_s = backend.deadline_s
     return other
 

@@ -17,10 +17,11 @@ from ..storage_backends.base import StorageBackend
 __all__ = [
     "ATTEMPT_PREFIX",
     "JOB_MARK_BYTES",
-    "PIN_PREFIX",
     "attempt_name",
     "attempt_time",
-    "is_old",
+    "copy_of_attempt",
+    "has_expired",
+    "is_copy_of",
     "job_mark_of",
     "new_attempt",
     "new_attempt_id",
@@ -30,18 +31,19 @@ __all__ = [
 ATTEMPT_PREFIX = "attempt-"
 """The name of every attempt's directory begins with this."""
 
-PIN_PREFIX = "pin-"
-"""The name of every pin (``checkpoint.references``) begins with this; the name of an attempt follows."""
-
 JOB_MARK_BYTES = 4
 """Length of the mark that a job with a lease puts into the names of its attempts."""
 
 _LONGEST_SAVE_S = 24 * 3600.0
 
 # The first byte of an attempt's id. Times need only the seven bytes after it.
-_WITHOUT_JOB_MARK, _WITH_JOB_MARK = 0, 1
+_WITHOUT_JOB_MARK, _WITH_JOB_MARK, _STAGED = 0, 1, 2
 _TIME = "%Y%m%dT%H%M%SZ"
-_JOB_MARK = re.compile(f"[0-9a-f]{{{2 * JOB_MARK_BYTES}}}")
+_STAGED_END = "-staged"
+_NAME = re.compile(
+    rf"{ATTEMPT_PREFIX}[^-]+-(?:(?P<job>[0-9a-f]{{{2 * JOB_MARK_BYTES}}})-)?(?P<id>[0-9a-f]+)"
+    rf"(?P<staged>{_STAGED_END})?(?:-copy-.*)?"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -51,12 +53,13 @@ def new_attempt() -> str:
     return attempt_name(new_attempt_id())
 
 
-def new_attempt_id(job_mark: bytes = b"") -> bytes:
+def new_attempt_id(job_mark: bytes = b"", *, is_staged: bool = False) -> bytes:
     """Return a new id of 16 bytes. One rank makes it; every rank derives the same name from it (``attempt_name``).
 
-    ``job_mark`` (``JOB_MARK_BYTES`` long) identifies the job that saves, if it holds a lease (``manager.lease``).
+    ``job_mark`` (``JOB_MARK_BYTES`` long) identifies the job that saves, if it holds a lease (``checkpoint.lease``).
+    What is staged may still be uploaded after the job has ended.
     """
-    kind = _WITH_JOB_MARK if job_mark else _WITHOUT_JOB_MARK
+    kind = (_STAGED if is_staged else _WITH_JOB_MARK) if job_mark else _WITHOUT_JOB_MARK
     return bytes([kind]) + int(time.time()).to_bytes(7, "big") + job_mark + secrets.token_bytes(8 - len(job_mark))
 
 
@@ -64,14 +67,33 @@ def attempt_name(attempt_id: bytes) -> str:
     """Return the directory name for an id that ``new_attempt_id`` made."""
     when = time.strftime(_TIME, time.gmtime(int.from_bytes(attempt_id[1:8], "big")))
     ids = attempt_id[8:]
-    parts = [ids[:JOB_MARK_BYTES], ids[JOB_MARK_BYTES:]] if attempt_id[0] == _WITH_JOB_MARK else [ids]
-    return ATTEMPT_PREFIX + "-".join([when, *(part.hex() for part in parts)])
+    parts = [ids] if attempt_id[0] == _WITHOUT_JOB_MARK else [ids[:JOB_MARK_BYTES], ids[JOB_MARK_BYTES:]]
+    end = _STAGED_END if attempt_id[0] == _STAGED else ""
+    return ATTEMPT_PREFIX + "-".join([when, *(part.hex() for part in parts)]) + end
 
 
-def job_mark_of(attempt: str) -> bytes:
-    """Return the job mark in an attempt's name, or no bytes if a job without a lease made the attempt."""
-    parts = attempt.removeprefix(ATTEMPT_PREFIX).split("-")
-    return bytes.fromhex(parts[1]) if len(parts) == 3 and _JOB_MARK.fullmatch(parts[1]) else b""
+def copy_of_attempt(attempt: str) -> str:
+    """Return a new directory name for a copy that begins now. It belongs to no job, and contains the same bits."""
+    now, own = time.strftime(_TIME, time.gmtime()), secrets.token_hex(4)
+    return f"{ATTEMPT_PREFIX}{now}-{_bits(attempt)}-copy-{own}"
+
+
+def is_copy_of(one: str, other: str) -> bool:
+    """Return whether two attempts are the same, or copies of one another."""
+    return one == other or _bits(one) == _bits(other) != ""
+
+
+def _bits(attempt: str) -> str:
+    found = _NAME.fullmatch(attempt)
+    return (found["job"] or "") + found["id"] if found else attempt.removeprefix(ATTEMPT_PREFIX)
+
+
+def job_mark_of(attempt: str, *, also_staged: bool = False) -> bytes:
+    """Return the job mark in an attempt's name; no bytes if a job without a lease made it, or it is staged."""
+    found = _NAME.fullmatch(attempt)
+    if found is None or not found["job"] or (found["staged"] and not also_staged):
+        return b""
+    return bytes.fromhex(found["job"])
 
 
 def attempt_time(attempt: str) -> float | None:
@@ -83,17 +105,14 @@ def attempt_time(attempt: str) -> float | None:
         return None
 
 
-def is_old(attempt: str) -> bool:
-    """Return whether an attempt began more than 24 hours ago, so that whatever it left was left by a killed process."""
+def has_expired(attempt: str) -> bool:
+    """Return whether an attempt began more than 24 hours ago: no save that is at work is expected to be so old."""
     begun = attempt_time(attempt)
     return begun is not None and time.time() - begun > _LONGEST_SAVE_S
 
 
-def remove_attempt(backend: StorageBackend, attempt: str) -> bool:
-    """Delete all files of a failed attempt, and what its killed ranks have begun. Logs a failure and never raises.
-
-    Returns false if the store does not answer.
-    """
+def remove_attempt(backend: StorageBackend, attempt: str) -> None:
+    """Delete all files of a failed attempt, and what its killed ranks have begun. Logs a failure and never raises."""
     try:
         backend.abort_incomplete([*backend.incomplete(f"{attempt}/")])
         backend.delete([stat.key for stat in backend.list(f"{attempt}/")])
@@ -101,5 +120,3 @@ def remove_attempt(backend: StorageBackend, attempt: str) -> bool:
         _log.warning(
             "%s: cannot remove the failed attempt %s; its files remain: %s", backend.display_url, attempt, error
         )
-        return not error.is_late
-    return True

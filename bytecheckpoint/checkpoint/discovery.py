@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..engine.objects import OBJECTS, files_of
 from ..errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -23,15 +23,14 @@ from ..errors import (
     UnsupportedVersionError,
     UsageError,
 )
-from ..format.manifest import MANIFEST_KEY, PARENT, Manifest, split_reference
+from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.limits import DEFAULT_DEADLINE_S
-from ..storage_backends import open_sibling
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
 from .location import Location
 from .manifest_file import read_manifest
 from .nearest import open_nearest
-from .references import holds_only_pinned, older_attempts, pins_of
+from .sweep import missing_files
 
 __all__ = [
     "EXCEPTION_KEY",
@@ -137,6 +136,8 @@ def find_newest(
     if complete:
         return max(complete, key=lambda found: (found.step, found.name))
     check_is_root(top)
+    if not ignored and top.list_children(f"{OBJECTS}/"):
+        problems.append(f"{OBJECTS}: incremental saves began, and none was committed")
     for found in ignored:
         _log.warning("%s is ignored, because it was saved on an exception; it can be loaded by its path", found.name)
     if problems and not allow_fresh:
@@ -253,25 +254,11 @@ def trailing_number(name: str) -> int:
 
 def _check_files_complete(backend: StorageBackend, manifest: Manifest) -> None:
     """Raise ``CorruptionError`` unless every file has its full size. Reads names and sizes only."""
-    expected: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
-    references = manifest.references
-    for name, size in zip(
-        [*manifest.files.name, *references.name], [*manifest.files.size.tolist(), *references.size.tolist()]
-    ):
-        folder, key = split_reference(name)
-        expected[folder, key.partition("/")[0]][key] = size
-    faults = []
-    for (folder, attempt), sizes in expected.items():
-        holder = open_sibling(backend, folder) if folder else backend
-        stored = {stat.key: stat.size for stat in holder.list(f"{attempt}/")}
-        before = f"{PARENT}{folder}/" if folder else ""
-        faults += [
-            f"{before}{key} is missing"
-            if key not in stored
-            else f"{before}{key} has {stored[key]} bytes instead of {size}"
-            for key, size in sizes.items()
-            if stored.get(key) != size
-        ]
+    expected = files_of(manifest)
+    faults = [
+        f"{name} is missing" if size is None else f"{name} has {size} bytes instead of {expected[name]}"
+        for name, size in missing_files(backend, manifest).items()
+    ]
     if faults:
         more = f" and {len(faults) - _MOST_PROBLEMS_SHOWN} more" if len(faults) > _MOST_PROBLEMS_SHOWN else ""
         raise CorruptionError(f"{backend.url}: {'; '.join(faults[:_MOST_PROBLEMS_SHOWN])}{more}")
@@ -279,14 +266,12 @@ def _check_files_complete(backend: StorageBackend, manifest: Manifest) -> None:
 
 def _children(root: StorageBackend) -> Iterator[str]:
     for child in root.list_children(""):
-        if child.endswith("/") and not child.startswith(ATTEMPT_PREFIX):
+        if child.endswith("/") and child != f"{OBJECTS}/" and not child.startswith(ATTEMPT_PREFIX):
             yield child[:-1]
 
 
 def _has_traces_of_saves(root: StorageBackend, name: str) -> bool:
     children = root.list_children(f"{name}/")
-    if holds_only_pinned(children):
-        return False
     return any(child == MANIFEST_KEY or child.startswith(ATTEMPT_PREFIX) for child in children)
 
 
@@ -344,15 +329,10 @@ def _list_folder(root: Location, name: str, depth: int) -> Iterator[Listing]:
     backend = root.open()
     children = backend.list_children("")
     attempts = [child.rstrip("/") for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")]
-    folders = [child[:-1] for child in children if child.endswith("/") and child[:-1] not in attempts]
-    if holds_only_pinned(children):
-        return
+    folders = [child[:-1] for child in children if child.endswith("/") and child[:-1] not in (*attempts, OBJECTS)]
     if MANIFEST_KEY in children:
         try:
-            manifest = read_manifest(backend)
-            # Of pinned attempts, it is not known here which ones others need.
-            unknown = () if pins_of(children) else older_attempts(manifest).get("", ())
-            yield _committed(name, backend.url, manifest, [] if pins_of(children) else attempts, unknown)
+            yield _committed(name, backend.url, read_manifest(backend), attempts)
         except CheckpointError as error:
             yield Listing(name, backend.url, "broken", str(error), tuple(attempts))
     elif attempts:
@@ -367,12 +347,12 @@ def _list_folder(root: Location, name: str, depth: int) -> Iterator[Listing]:
         yield from _list_folder(root.join(folder), child, depth - 1)
 
 
-def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str], older: Container[str]) -> Listing:
+def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str]) -> Listing:
     return Listing(
         name,
         url,
         "checkpoint",
-        attempts=tuple(attempt for attempt in attempts if attempt != manifest.attempt and attempt not in older),
+        attempts=tuple(attempt for attempt in attempts if attempt != manifest.attempt),
         step=manifest.step,
         created=manifest.created,
         world_size=manifest.world_size,

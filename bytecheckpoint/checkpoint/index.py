@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import msgpack
 import numpy as np
 import zstandard
 
+from ..engine.objects import data_of
 from ..engine.reading.checks import CrcTable
 from ..engine.reading.reader import Reader
 from ..engine.reading.views import StoredViews
@@ -63,6 +65,11 @@ class Index:
         """The path that the index describes."""
         return join(self.backend.url, self.name) if self.name else self.backend.url
 
+    @cached_property
+    def data(self) -> StorageBackend:
+        """Storage backend whose keys are the names of the data files."""
+        return data_of(self.backend, self.manifest if self.views is None else self.views.stored)
+
     @property
     def is_own(self) -> bool:
         """Whether this library wrote the files, with checksums for every byte."""
@@ -79,7 +86,7 @@ class Index:
         Of the values that single ranks own, only those of ``ranks`` if that is given. Raises as ``stored_values``.
         """
         if self.is_own:
-            yield from stored_values(self.backend, self.manifest, section=section, ranks=ranks)
+            yield from stored_values(self.data, self.manifest, section=section, ranks=ranks)
         for value in self.foreign_values:
             is_owned_here = value.rank is None or ranks is None or value.rank in ranks
             if section in (None, value.section) and is_owned_here:
@@ -88,7 +95,7 @@ class Index:
     def reader(self, engine: IOEngine, *, verify: bool, timings: Timings | None = None) -> Reader:
         """Return a reader of the tensors that checks what can be checked, or with ``verify=False`` nothing."""
         return Reader(
-            self.backend,
+            self.data,
             self.manifest,
             engine.io,
             verify=verify and self.is_own,

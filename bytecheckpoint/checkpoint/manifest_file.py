@@ -23,7 +23,7 @@ from ..errors import (
 )
 from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, START, Manifest, decode, encode
 from ..storage_backends.base import Conditions, StorageBackend
-from .attempts import ATTEMPT_PREFIX, PIN_PREFIX
+from .attempts import ATTEMPT_PREFIX
 
 __all__ = [
     "adopt",
@@ -56,11 +56,6 @@ def read_manifest_bytes(backend: StorageBackend) -> bytes:
     children = backend.list_children("")
     if not children:
         raise CheckpointNotFoundError(f"no checkpoint at {backend.url}: nothing is stored there; check the path")
-    if any(name.startswith(PIN_PREFIX) for name in children):
-        raise NotACheckpointError(
-            f"no checkpoint at {backend.url}: it was removed, and only files that incremental checkpoints need are "
-            f"still there"
-        )
     if all(name.startswith(ATTEMPT_PREFIX) for name in children):
         raise NotACheckpointError(
             f"no checkpoint at {backend.url}: {len(children)} save(s) began there but none was committed; "

@@ -19,15 +19,16 @@ from urllib.parse import urlsplit
 
 from typing_extensions import Buffer
 
+from ..engine.objects import OBJECTS
 from ..errors import HIDDEN_PASSWORD, CheckpointError, CorruptionError, KeyNotFoundError, StorageError, UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..runtime.limits import DEFAULT_DEADLINE_S
-from ..storage_backends import ObjectStat, ObjectWriter, StorageBackend, open_backend
+from ..storage_backends import ObjectStat, ObjectWriter, StorageBackend, open_backend, open_like
 from ..storage_backends.base import Conditions, ObjectReader
 from ..storage_backends.keys import TEMPORARY_PREFIX
 from ..storage_backends.local.backend import LocalBackend
 from .attempts import ATTEMPT_PREFIX
-from .location import Location, Silence
+from .location import Location, Silence, Tier
 from .manifest_file import decode_manifest
 
 __all__ = [
@@ -76,14 +77,14 @@ def open_nearest(location: Location, deadline_s: float = DEFAULT_DEADLINE_S) -> 
     """
     store = location.open(deadline_s)
     tier = location.tier
-    return store if tier is None else NearestBackend(open_staging(tier.path, store), store, location.silence)
+    return store if tier is None else NearestBackend(tier, store, location.silence)
 
 
 class NearestBackend(StorageBackend):
     """Reads data files in ``near`` where they are there, and everything else in ``far``. Writes nothing to ``near``."""
 
-    def __init__(self, near: LocalBackend, far: StorageBackend, silence: Silence) -> None:
-        self._near, self._far, self.options = near, far, far.options
+    def __init__(self, tier: Tier, far: StorageBackend, silence: Silence) -> None:
+        self._tier, self._near, self._far, self.options = tier, open_staging(tier.path, far), far, far.options
         self._silence = silence
         self.is_remote, self.read_size, self.atomic_writer = far.is_remote, far.read_size, far.atomic_writer
         self._lock = threading.Lock()
@@ -115,6 +116,9 @@ class NearestBackend(StorageBackend):
         with self._lock:
             self._damaged.add(str(error))
         _log.warning("the copy in %s cannot be used, reading %s instead: %s", self._near.url, self.display_url, error)
+
+    def open_other(self, url: str) -> StorageBackend:
+        return NearestBackend(self._tier, open_like(self._far, url), self._silence)
 
     def remarks(self) -> Sequence[str]:
         """Describe which files were not read on this machine."""
@@ -156,7 +160,7 @@ class NearestBackend(StorageBackend):
     def list_children(self, prefix: str = "") -> Sequence[str]:
         far = self._of_store(lambda: self._far.list_children(prefix), None)
         near = self._near.list_children(prefix)
-        if far is not None and not prefix:
+        if far is not None and prefix in ("", f"{OBJECTS}/"):
             # A checkpoint that is here and not in the store was removed there, unless its upload is unfinished.
             near = [name for name in near if name in far or _is_pending(os.path.join(self._near.url, name))]
         return sorted({*near, *(far or ())})

@@ -17,7 +17,7 @@ from ..checkpoint.location import Location
 from ..codecs import PlainCodec
 from ..errors import CheckpointNotFoundError
 from ..foreign.opening import CheckpointSource
-from ..format.manifest import FORMAT_VERSION, split_reference
+from ..format.manifest import FORMAT_VERSION
 from ..load.options import LoadOptions
 from ..rules import Rules
 from .incomplete import list_incomplete
@@ -233,14 +233,14 @@ def _codecs(found: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _shared(found: Checkpoint) -> list[dict[str, Any]]:
-    """The checkpoints to whose files this one refers, and the bytes that it does not store itself."""
+    """The older saves to whose files this checkpoint refers, and the bytes that it does not store itself."""
     frames, nbytes = found.manifest.files.frames, dict[str, int]()
     if frames is not None:
         sums = np.bincount(frames.source, frames.length, minlength=len(frames.references.name) + 1)[1:]
-        for name, size in zip(frames.references.name, sums.tolist()):
-            folder = split_reference(name)[0] or "."
-            nbytes[folder] = nbytes.get(folder, 0) + int(size)
-    return [{"checkpoint": folder, "bytes": size} for folder, size in sorted(nbytes.items())]
+        for name, size in zip(frames.references.name, sums.tolist(), strict=True):
+            attempt = name.partition("/")[0]
+            nbytes[attempt] = nbytes.get(attempt, 0) + int(size)
+    return [{"attempt": attempt, "bytes": size} for attempt, size in sorted(nbytes.items())]
 
 
 def _section(found: Checkpoint, index: int) -> dict[str, Any]:
@@ -320,8 +320,7 @@ def _print_summary(out: Output, document: Mapping[str, Any]) -> None:
         ratio = one["bytes"] / max(one["tensor_bytes"], 1)
         out.line(f"  codec {one['codec']}: {ratio:.2f} of {size_text(one['tensor_bytes'])}")
     for one in document["shared"]:
-        where = "earlier saves to this path" if one["checkpoint"] == "." else one["checkpoint"]
-        out.line(f"  shared: {size_text(one['bytes'])} are in files of {where}")
+        out.line(f"  shared: {size_text(one['bytes'])} are in files of {one['attempt']}")
     if document["metadata"]:
         out.line(f"  metadata {document['metadata']}")
     out.line()

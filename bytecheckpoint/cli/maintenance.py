@@ -149,7 +149,7 @@ def reshard_command(
 def rm_command(out: Output, at: Locate, checkpoint: str, *, yes: bool, incomplete: bool, older_than: float) -> None:
     """Remove CHECKPOINT: first its manifest, then the files that the manifest lists, and nothing else.
 
-    Files to which other incremental checkpoints refer remain, until the last of these is removed.
+    Of an incremental checkpoint, the files that no other one in the same folder needs are removed.
 
     Refuses to remove anything that is not a checkpoint.
     """
@@ -168,12 +168,12 @@ def rm_command(out: Output, at: Locate, checkpoint: str, *, yes: bool, incomplet
             "files": report.files,
             "bytes": report.size,
             "left": list(report.left),
-            "shared": list(report.shared),
+            "problem": report.problem,
         }
     )
     out.line(f"{report.url}: {report.files} file(s) removed, {size_text(report.size)}")
-    if report.shared:
-        out.line(f"{len(report.shared)} file(s) remain, because other checkpoints or running saves refer to them")
+    if report.problem:
+        out.line(f"files that no checkpoint needs may remain: {report.problem}")
     if report.left:
         out.line(f"{len(report.left)} other object(s) are still there: {', '.join(report.left[:5])}")
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ..checkpoint.attempts import ATTEMPT_PREFIX, PIN_PREFIX
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import read_manifest
-from ..checkpoint.references import pins_of, remove_checkpoint
+from ..checkpoint.sweep import remove_checkpoint
 from ..errors import HIDDEN_PASSWORD, CheckpointError, UsageError
 from ..storage_backends import open_backend
 from ..storage_backends.local.backend import LocalBackend
@@ -48,14 +47,14 @@ class RemoveReport:
         files: Number of removed data files.
         size: Bytes of all removed data files.
         left: Keys that remain, because they were not part of the checkpoint.
-        shared: Keys of data files that remain, because other checkpoints, or saves that may be running, refer to them.
+        problem: Why files that no incremental checkpoint needs any more may remain; empty if none do.
     """
 
     url: str
     files: int
     size: int
     left: tuple[str, ...]
-    shared: tuple[str, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -213,8 +212,8 @@ def finish_upload(
 def remove(path: AnyLocation) -> RemoveReport:
     """Remove a checkpoint: first its manifest, so that an incomplete checkpoint is never visible, then its files.
 
-    Only files that the manifest names are removed, except those to which other incremental checkpoints refer. These are
-    removed with the last one that refers to them.
+    Only files that the manifest names are removed. Of an incremental checkpoint, that is its manifest, and then all
+    objects of its root that no checkpoint needs any more; if a job holds the root, its manager removes these.
 
     Args:
         path: Where the checkpoint is.
@@ -227,16 +226,6 @@ def remove(path: AnyLocation) -> RemoveReport:
         StorageError: The store failed. Files may remain.
     """
     backend = Location.of(path).open()
-    manifest = read_manifest(backend)
-    remove_checkpoint(backend, manifest)
-    left = {stat.key: stat.size for stat in backend.list()}
-    is_shared = bool(pins_of(backend.list_children("")))
-    shared = [key for key in left if is_shared and key.startswith((ATTEMPT_PREFIX, PIN_PREFIX))]
-    kept = [left[key] for key in manifest.files.name if key in left]
-    return RemoveReport(
-        backend.url,
-        len(manifest.files) - len(kept),
-        manifest.file_bytes - sum(kept),
-        tuple(key for key in left if key not in shared),
-        tuple(key for key in shared if key.startswith(ATTEMPT_PREFIX)),
-    )
+    swept = remove_checkpoint(backend, read_manifest(backend))
+    left = tuple(stat.key for stat in backend.list())
+    return RemoveReport(backend.url, swept.files, swept.size, left, swept.problem)

@@ -47,7 +47,7 @@ def kept_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     files = index.manifest.files
     rows = [row for row, kind in enumerate(files.kind) if kind == COMPANION]
     return {
-        name: read_stored_file(index.backend, index.manifest, row, head_only=False)
+        name: read_stored_file(index.data, index.manifest, row, head_only=False)
         for row in rows
         if _is_related(name := files.name[row].rpartition("/")[2])
     }

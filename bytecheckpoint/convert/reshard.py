@@ -194,7 +194,7 @@ def values_of(index: Index, attempt: str) -> list[ValuesFile]:
             index.manifest.section_name(int(files.section[row])),
             files.kind[row],
             int(files.rank[row]),
-            read_stored_file(index.backend, index.manifest, row, head_only=False),
+            read_stored_file(index.data, index.manifest, row, head_only=False),
         )
         for row in values_files(index.manifest)
     ]

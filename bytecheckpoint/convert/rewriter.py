@@ -159,7 +159,7 @@ class Rewriter:
         views = [None] if index.views is None else index.views.alone()
         self._reader, *self._others = (
             Reader(
-                index.backend,
+                index.data,
                 index.manifest,
                 self._io,
                 verify=index.is_own,

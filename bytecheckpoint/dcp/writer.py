@@ -19,7 +19,7 @@ from torch.futures import Future
 from ..checkpoint.attempts import ATTEMPT_PREFIX, new_attempt, remove_attempt
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import check_replaceable, commit, remove_files
-from ..checkpoint.references import release
+from ..checkpoint.sweep import remove_files_of
 from ..engine.writing import check_space
 from ..errors import (
     CommitUnknownError,
@@ -351,7 +351,7 @@ class Writer(StorageWriter):
         with timings.step("clean"):
             remove_files(backend, [_NOTE])
             if replaced is not None:
-                release(backend, replaced)
+                remove_files_of(backend, replaced)
 
     def _keep(self) -> None:
         """Do not remove the attempt: it is committed, or may be."""

@@ -102,7 +102,7 @@ class LoadRun:
         requests = match.requests if op.world_size > 1 else []
         index = checkpoint.index
         offer = make_offer(manifest, requests, options.share_reads, verify=options.verify, rank=op.rank)
-        verdict = agree(op, index.backend, checkpoint, options, targets, match=match, offer=offer)
+        verdict = agree(op, index.data, checkpoint, options, targets, match=match, offer=offer)
         accepted = match if verdict.mismatch is None else Match()
         reader = index.reader(self.engine, verify=options.verify, timings=self.timings)
         reads = plan_shard_reads(reader, accepted.rows, accepted.shards, offer, verdict.shared_reads)
@@ -144,7 +144,7 @@ class LoadRun:
             sources=match.sources,
             cast=match.cast,
             resumed=context.resumed,
-            notes=[*context.notes, *checkpoint.index.backend.remarks()],
+            notes=[*context.notes, *checkpoint.index.data.remarks()],
             bytes_read=counts.read,
             bytes_unchecked=counts.unchecked,
             bytes_received=counts.received,

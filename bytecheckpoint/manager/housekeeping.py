@@ -6,17 +6,20 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of
+from ..checkpoint.attempts import ATTEMPT_PREFIX, has_expired, job_mark_of, remove_attempt
 from ..checkpoint.discovery import is_exception_save, metric_of, milestone_of, trailing_number
 from ..checkpoint.location import Location
-from ..checkpoint.manifest_file import read_manifest
-from ..checkpoint.references import pins_of, release, sweep
+from ..checkpoint.manifest_file import decode_manifest, read_manifest
+from ..checkpoint.sweep import remove_files_of, sweep
+from ..engine.objects import OBJECTS, files_of
 from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UsageError
-from ..format.manifest import MANIFEST_KEY
+from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.threads import Threads
+from ..save.engine import SharedSaves
 from ..save.handle import SaveHandle, failure_of
 from ..storage_backends import StorageBackend, check_key
 from .options import Retention
@@ -135,7 +138,9 @@ class Housekeeping(Cleaner):
         root: Location,
         retention: Retention,
         job: bytes,
+        saves: SharedSaves,
         *,
+        guard: Callable[[], None],
         names: StepNames,
         deadline_s: float,
         keep_exception_saves: int | None = None,
@@ -145,13 +150,22 @@ class Housekeeping(Cleaner):
         self._root, self._names, self._on_removed = root, names, on_removed
         self._deadline_s = deadline_s
         self._backend = self._open()
-        self._retention, self._job = retention, job
+        self._retention, self._job, self._saves, self._guard = retention, job, saves, guard
+        self._is_swept = False  # whether nothing that no checkpoint needs is among the objects
+        self._of_earlier_jobs: set[str] = set()
+        self.pending: Callable[[], Iterable[Manifest]] = lambda: ()
+        """Returns the manifests in the tier that are not uploaded yet."""
         self._keep_exception_saves = keep_exception_saves
         self._committed: list[Committed] | None = None  # in the order of their commits; None: unknown
         self._thread = Threads(1, thread_name_prefix="bcp-housekeeping")
 
     def _open(self, *name: str) -> StorageBackend:
         return self._root.join(*name).open(self._deadline_s)
+
+    def keep_objects(self, manifest: bytes) -> None:
+        """Keep what a checkpoint of an earlier job needs, which any rank may upload, as long as this job runs."""
+        with suppress(CheckpointError):  # nothing uploads it
+            self._of_earlier_jobs.update(files_of(decode_manifest(manifest, str(self._root))))
 
     def follow(self, save: SaveHandle, saved: Committed) -> None:
         """Once this save is committed, forget it and remove the checkpoints that no rule keeps. Returns at once."""
@@ -166,15 +180,18 @@ class Housekeeping(Cleaner):
         self.forget(saved.name)
         if not is_committed:
             self._committed = None  # an earlier checkpoint of this name may still be there
+            self._is_swept = False
             return
         try:
             if self._committed is None:
                 self._committed = self._scan_root()
-            self._committed = [one for one in self._committed if one.name != saved.name]
-            self._committed.append(saved)
+            others = [one for one in self._committed if one.name != saved.name]
+            self._is_swept &= len(others) == len(self._committed)  # else it has replaced an earlier one
+            self._committed = [*others, saved]
             for one in expendable(self._retention, self._committed, keep_exception_saves=self._keep_exception_saves):
                 self._committed.remove(one)
                 self._remove(one.name)
+            self._sweep()
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed; cleaning up must not fail the save
             _log.warning("%s: old checkpoints could not be removed: %s", self._root, error, exc_info=True)
             self._committed = None
@@ -198,7 +215,7 @@ class Housekeeping(Cleaner):
                 metric = metric_of(manifest, self._retention.metric or "")
                 marks = milestone_of(manifest) is not None, is_exception_save(manifest)
                 found.append((manifest.created, Committed(name, trailing_number(name), metric, *marks)))
-            self._remove_unneeded(name, children, [one for one in attempts if not manifest or one != manifest.attempt])
+            self._remove_unneeded(name, [one for one in attempts if not manifest or one != manifest.attempt])
         self._end_uploads()
         return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
 
@@ -206,12 +223,30 @@ class Housekeeping(Cleaner):
         names = (child[:-1] for child in self._backend.list_children("") if child.endswith("/"))
         return [name for name in names if self._names.is_managed(name)]
 
-    def _remove_unneeded(self, name: str, children: Sequence[str], attempts: Sequence[str]) -> None:
-        """Remove what jobs that ended have left in a folder, and no checkpoint needs."""
-        ended = [attempt for attempt in attempts if self._is_of_ended_job(attempt)]
-        if ended or pins_of(children):
-            _log.info("%s: removing what jobs that ended have left in %s: %s", self._root, name, ", ".join(ended))
-            sweep(self._open(name), ended, self._is_of_ended_job)
+    def _remove_unneeded(self, name: str, attempts: Sequence[str]) -> None:
+        """Remove what jobs that ended, and transfers of the day before, have left in a folder."""
+        for attempt in attempts:
+            if self._is_of_ended_job(attempt) or has_expired(attempt):
+                _log.info("%s: removing what %s has left in %s", self._root, attempt, name)
+                remove_attempt(self._backend, f"{name}/{attempt}")
+
+    def _sweep(self) -> None:
+        """Remove the objects that no checkpoint needs."""
+        if self._is_swept:
+            return
+        with self._saves.committing:
+            running = self._saves.running()
+            needed = {*self._of_earlier_jobs}.union(*running.values(), *map(files_of, self.pending()))
+            self._guard()
+            swept = sweep(
+                self._backend,
+                has_ended=lambda one: (
+                    self._is_of_ended_job(one)
+                    or (job_mark_of(one, also_staged=True) == self._job and one not in running)
+                ),
+                needed=needed,
+            )
+        self._is_swept = not swept.problem
 
     def _end_uploads(self) -> None:
         """End what killed ranks of ended jobs have begun. An attempt without a complete file is in no listing.
@@ -222,7 +257,9 @@ class Housekeeping(Cleaner):
         for upload in self._backend.incomplete():
             name, _, below = upload.key.partition("/")
             attempt = below.partition("/")[0]
-            is_attempt = self._names.is_managed(name) and attempt.startswith(ATTEMPT_PREFIX)
+            if name == OBJECTS:
+                attempt = below = upload.key.split("/")[1]
+            is_attempt = (name == OBJECTS or self._names.is_managed(name)) and attempt.startswith(ATTEMPT_PREFIX)
             if is_attempt and self._is_of_ended_job(attempt) and upload.age_s > _UPLOAD_GRACE_S:
                 ended.append(upload)
         if ended:
@@ -248,7 +285,10 @@ class Housekeeping(Cleaner):
                 return
             _log.info("%s: removing %s", self._root, name)
             self._backend.delete([f"{name}/{MANIFEST_KEY}"])
-        release(folder, manifest, has_ended=self._is_of_ended_job)
+        if manifest.is_shared:
+            self._is_swept = False
+        else:
+            remove_files_of(folder, manifest)
         self._on_removed(self._root.join(name).url)
 
 

@@ -26,6 +26,7 @@ from ..checkpoint.discovery import (
     find_milestone,
     find_newest,
 )
+from ..checkpoint.lease import HEARTBEATS_PER_LEASE, Lease, check_holder
 from ..checkpoint.location import AnyLocation, Location, Tier
 from ..checkpoint.selection import Selection
 from ..checkpointer import Checkpointer, session_of
@@ -42,7 +43,6 @@ from .callbacks import CallbackRunner, Callbacks
 from .coordinator import Call, CoordinationRounds, Decision, SaveCoordinator
 from .housekeeping import Committed, Housekeeping, StepNames
 from .last_save import agree_on_last_save
-from .lease import HEARTBEATS_PER_LEASE, Lease, check_holder
 from .options import Cadence, ExceptionSave, JobOptions, Preemption, Retention, checked_job
 from .resources import ManagerResources
 from .signals import SignalWatch
@@ -172,9 +172,15 @@ class CheckpointManager:
             with op.phase("staging"):
                 if self.root.tier is not None:
                     held.staging = self._stage_in(self.root.tier, mark)
-            op.gather("staging", b"")
-            pending = held.staging.pending() if op.rank == 0 and held.staging is not None else b""
-            pending = op.broadcast("staging", pending)
+                    if held.housekeeping is not None:
+                        held.housekeeping.pending = held.staging.pending_manifests
+            received = op.gather("staging", msgpack.packb(held.staging.pending() if held.staging is not None else {}))
+            pending: dict[str, bytes] = {}
+            for name, manifest in (item for one in received or () for item in msgpack.unpackb(one).items()):
+                if held.housekeeping is not None:
+                    held.housekeeping.keep_objects(manifest)
+                pending.setdefault(name, manifest)
+            pending = msgpack.unpackb(op.broadcast("staging", msgpack.packb(pending) if op.rank == 0 else None))
             if held.staging is not None:
                 held.staging.begin(pending)
         except BaseException:
@@ -639,6 +645,8 @@ class CheckpointManager:
             self.root,
             self._retention,
             held.lease.job,
+            self._session.engine.shared,
+            guard=held.lease.check,
             names=self._names,
             deadline_s=self._job.deadline_s,
             keep_exception_saves=self._exception_save.keep if self._exception_save is not None else None,
@@ -651,6 +659,7 @@ class CheckpointManager:
             self.root,
             tier,
             self._session.engine.uploads,
+            self._session.engine.shared,
             self._names,
             deadline_s=self._job.deadline_s,
             job=job,

@@ -11,11 +11,11 @@ import os
 import weakref
 from functools import partial
 
+from ..checkpoint.lease import Lease
 from ..checkpoint.location import Location
 from ..runtime.exit import before_exit
 from .coordinator import SavesInFlight
 from .housekeeping import Housekeeping
-from .lease import Lease
 from .signals import SignalWatch
 from .staging import StagingFolder
 

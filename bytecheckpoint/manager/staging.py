@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgpack
-
-from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of
+from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of, remove_attempt
 from ..checkpoint.location import Location, Tier
 from ..checkpoint.manifest_file import adopt, decode_manifest, read_manifest, read_manifest_bytes
 from ..checkpoint.nearest import open_staging
+from ..engine.objects import OBJECTS, data_of
 from ..errors import BytecheckpointError, CheckpointError, SavePendingError, StorageError, UsageError
-from ..format.manifest import MANIFEST_KEY
+from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.threads import Threads
+from ..save.engine import SharedSaves
 from ..save.handle import SaveHandle, failure_of
 from ..storage_backends.local.backend import LocalBackend
 from ..transfer.journal import find_journals
@@ -38,13 +38,15 @@ _MANY_WAITING = 4  # checkpoints for the upload; more is not a peak any more
 class StagingFolder(Cleaner):
     """The tier of the manager's root, on each rank. Several ranks of a machine may share it.
 
-    ``uploads`` is the thread that uploads. The newest ``tier.keep`` checkpoints stay, and all that are not uploaded
-    yet. ``job`` marks the attempts of this job; ``guard`` raises if it has lost the root.
+    ``uploads`` is the thread that uploads, and ``saves`` is what its saves share. The newest ``tier.keep`` checkpoints
+    stay, and all that are not uploaded yet. ``job`` marks the attempts of this job; ``guard`` raises if it has lost the
+    root.
     """
 
     root: Location
     tier: Tier
     uploads: Threads
+    saves: SharedSaves
     names: StepNames
     deadline_s: float
     job: bytes
@@ -58,19 +60,24 @@ class StagingFolder(Cleaner):
         super().__init__()
         self._folder = open_staging(self.tier.path, self.root.open())
 
-    def pending(self) -> bytes:
-        """Return the manifests of the checkpoints here that are not uploaded, for ``begin`` on other machines."""
+    def pending(self) -> dict[str, bytes]:
+        """Return the manifests of the checkpoints here that are not uploaded, by name."""
         found: dict[str, bytes] = {}
         for path, _ in find_journals(self._folder.url):
             with suppress(CheckpointError, StorageError):
                 name = os.path.relpath(os.path.dirname(path), self._folder.url)
                 found[name] = read_manifest_bytes(LocalBackend(os.path.dirname(path)))
-        return bytes(msgpack.packb(found))
+        return found
 
-    def begin(self, manifests: bytes) -> None:
+    def pending_manifests(self) -> Iterator[Manifest]:
+        """Yield the decoded manifests of ``pending``. Raises ``CheckpointError``."""
+        for name, data in self.pending().items():
+            yield decode_manifest(data, os.path.join(self._folder.url, name))
+
+    def begin(self, manifests: Mapping[str, bytes]) -> None:
         """Continue, in the background, what earlier jobs have not uploaded from this machine.
 
-        ``manifests`` are ``pending`` on rank 0: a rank may have been killed before it stored what rank 0 had committed.
+        ``manifests`` are ``pending`` on all ranks: one may have been killed before it stored what another had stored.
         """
         self._begun = self.uploads.submit(self._begin, manifests)
 
@@ -80,7 +87,7 @@ class StagingFolder(Cleaner):
             folder = LocalBackend(path)
             with suppress(CheckpointError, StorageError):
                 manifest = read_manifest(folder)
-                here = {stat.key for stat in folder.list(f"{manifest.attempt}/")}
+                here = {stat.key for stat in data_of(folder, manifest).list(f"{manifest.attempt}/")}
                 if not here.issuperset(manifest.files.name):
                     return True
         return False
@@ -143,13 +150,12 @@ class StagingFolder(Cleaner):
 
     # -- in the thread that uploads ------------------------------------------------------------------------------
 
-    def _begin(self, manifests: bytes) -> None:
+    def _begin(self, manifests: Mapping[str, bytes]) -> None:
         try:
-            for name, manifest in msgpack.unpackb(manifests).items():
+            for name, manifest in manifests.items():
                 self._adopt(LocalBackend(os.path.join(self._folder.url, name)), manifest)
             self._continue()
-            for name in self._staged():
-                self._remove_unfinished(name)
+            self._remove_unfinished()
             self._remove_old()
         except Exception as error:  # noqa: BLE001 - training goes on without it
             _log.warning("%s: the tier could not be tidied: %s", self._folder.url, error, exc_info=True)
@@ -184,6 +190,7 @@ class StagingFolder(Cleaner):
                     admit=self.guard,
                     gives_up=gives_up,
                     stop=stop,
+                    lock=self.saves.committing,
                 )
             except UsageError:
                 continue  # another rank of this machine does it
@@ -217,15 +224,21 @@ class StagingFolder(Cleaner):
                 if self._expected[name] or any(True for _ in find_journals(folder.url)):
                     continue
                 _log.info("removing %s, which is uploaded", folder.url)
-                folder.delete([MANIFEST_KEY])
+                self._folder.delete([f"{name}/{MANIFEST_KEY}"])
             remove_superseded(folder, attempt)
 
-    def _remove_unfinished(self, name: str) -> None:
-        """Remove attempts of ended jobs that were never committed."""
-        folder = LocalBackend(os.path.join(self._folder.url, name))
-        for child in folder.list_children(""):
-            if child.startswith(ATTEMPT_PREFIX) and job_mark_of(child.rstrip("/")) not in (b"", self.job):
-                remove_superseded(folder, child.rstrip("/"))
+    def _remove_unfinished(self) -> None:
+        """Remove attempts of ended jobs that were never committed, or whose checkpoints were replaced."""
+        needed = {head.attempt for _, head in find_journals(self._folder.url)}
+        for name in self._staged():
+            with suppress(CheckpointError, StorageError):
+                needed.add(read_manifest(LocalBackend(os.path.join(self._folder.url, name))).attempt)
+        for name in (*self._staged(), OBJECTS):
+            for child in self._folder.list_children(f"{name}/"):
+                attempt = child.rstrip("/")
+                is_of_job = job_mark_of(attempt, also_staged=True) in (b"", self.job)
+                if child.startswith(ATTEMPT_PREFIX) and not is_of_job and attempt not in needed:
+                    remove_attempt(self._folder, f"{name}/{attempt}")
 
     def _staged(self) -> list[str]:
         children = (child for child in self._folder.list_children("") if child.endswith("/"))

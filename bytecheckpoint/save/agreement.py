@@ -8,7 +8,7 @@ and the ``plan`` step makes a new plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -109,7 +109,12 @@ class RankSummary(NamedTuple):
 
 
 def agree(
-    op: Operation, plans: Plans, local: LocalState, arguments: Mapping[str, str], *, job: bytes = b""
+    op: Operation,
+    plans: Plans,
+    local: LocalState,
+    arguments: Mapping[str, str],
+    *,
+    new_id: Callable[[], bytes] = new_attempt_id,
 ) -> SaveShare | NewPlan:
     """Find out whether an earlier plan is still valid; if not, send rank 0 what it needs to make a new one.
 
@@ -118,7 +123,7 @@ def agree(
         plans: The plans of earlier saves of this process.
         local: What this rank holds.
         arguments: The arguments that must be equal on all ranks.
-        job: Mark of the job, which becomes part of the attempt's name.
+        new_id: Returns a new attempt's id.
 
     Raises:
         DisagreementError: Ranks were called with different arguments. Rank 0 raises it here, the others in ``plan``.
@@ -126,7 +131,7 @@ def agree(
     """
     known = plans.find(local.fingerprint)
     received = op.gather("agree", _first_message(local, arguments, known))
-    verdict = op.broadcast("verdict", None if received is None else _verdict(received, known, job))
+    verdict = op.broadcast("verdict", None if received is None else _verdict(received, known, new_id))
     if verdict[:1] == _REUSE:
         assert known is not None
         local.separate(known.separated)
@@ -150,9 +155,9 @@ def _first_message(local: LocalState, arguments: Mapping[str, str], known: Plann
     return _KNOWN + known.checks.summarize(local.contents, shared, local.declared.checksum())
 
 
-def _verdict(received: Sequence[bytes], known: PlannedShare | None, job: bytes) -> bytes:
+def _verdict(received: Sequence[bytes], known: PlannedShare | None, new_id: Callable[[], bytes]) -> bytes:
     if known is None or known.comparison is None or any(message[:1] != _KNOWN for message in received):
         return _PLAN
     if not known.comparison.is_unchanged([message[1:] for message in received]):
         return _PLAN
-    return _REUSE + new_attempt_id(job)
+    return _REUSE + new_id()

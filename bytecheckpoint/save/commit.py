@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
-from ..checkpoint import references
 from ..checkpoint.attempts import remove_attempt
 from ..checkpoint.manifest_file import adopt, commit, read_manifest, remove_files, rest_of_deadline
+from ..checkpoint.sweep import FilesGoneError, admitted, remove_files_of
 from ..control.base import Operation
 from ..engine.writing import WrittenFile
 from ..errors import (
@@ -17,7 +18,6 @@ from ..errors import (
     ControlError,
     DeadlineError,
     RankFailedError,
-    StorageError,
 )
 from ..format.manifest import Manifest, encode
 from ..storage_backends.base import StorageBackend
@@ -25,7 +25,7 @@ from ..telemetry.trace import SAVE_STEPS, Timings
 from ..transfer.staged import remove_superseded
 from ..version import VERSION
 from .agreement import SaveShare
-from .engine import LastCommit
+from .engine import LastCommit, SharedSaves
 from .incremental import Base
 from .options import SaveRequest
 from .record import Confirmations, WrittenFiles, build_manifest, pack_written
@@ -54,6 +54,7 @@ class SaveCommit:
         op: Operation,
         backend: StorageBackend,
         options: SaveRequest,
+        saves: SharedSaves,
         share: SaveShare,
         timings: Timings,
         *,
@@ -61,13 +62,14 @@ class SaveCommit:
         upload: SaveUpload | None,
     ) -> None:
         self._op, self._backend, self._options, self._timings = op, backend, options, timings
+        self._saves = saves
+        self.data = backend
+        """Where the data files are."""
         self._begun = time.monotonic()
         self.attempt, self._plan = share.attempt, share.planned.plan
         self.chunk_size = options.chunk_size_for(share.planned.nbytes)
         self._is_new = is_new
         self._upload = upload
-        self.store = backend if upload is None else upload.store
-        """The store that has the older checkpoints: with an upload, that of the path."""
         self.manifest = b""  # once it is committed; with an upload
         self._may_exist = False  # the checkpoint
         self._is_committed = False  # by this rank
@@ -75,8 +77,11 @@ class SaveCommit:
         self._replaced: Manifest | None = None
         self.base: Base | None = None
         """The base of an incremental save, on rank 0."""
-        self.last_commit: LastCommit | None = None
-        """What this save has committed, on rank 0, if it is incremental and not uploaded."""
+        self.is_shared = False
+
+    def share_objects(self, objects: StorageBackend) -> None:
+        """Let the files become objects of the root."""
+        self.data, self.is_shared = objects, True
 
     # -- the steps -----------------------------------------------------------------------------------------------
 
@@ -110,22 +115,28 @@ class SaveCommit:
             step=self._options.step,
             metadata=dict(self._options.metadata),
             library_version=VERSION,
-            is_shared=self._options.base is not None,
+            is_shared=self.is_shared,
             older=None if self.base is None else self.base.files,
         )
         data = encode(manifest)
         if self._upload is not None:
             self.manifest = data
         try:
-            self._replaced = commit(self._backend, data, is_new=self._is_new, admit=self._admit)
+            with ExitStack() as held:
+                if self.is_shared and self._upload is None:
+                    lock, deadline_s = self._saves.committing if self._options.job else None, self._options.deadline_s
+                    held.enter_context(admitted(self._backend, manifest, lock=lock, patience_s=deadline_s))
+                self._replaced = commit(self._backend, data, is_new=self._is_new, admit=self._admit)
         except CommitUnknownError:
             raise
-        except Exception:
+        except Exception as error:
             self._may_exist = False
+            if isinstance(error, FilesGoneError):
+                self._saves.last_commit = None
             raise
         self._is_committed = True
-        if self._options.base is not None and self._upload is None:
-            self.last_commit = LastCommit.of(self._backend, manifest, data)
+        if self.is_shared and self._upload is None:
+            self._saves.last_commit = LastCommit.of(self._backend, manifest, data)
         self._timings.point("commit.after")
         try:
             self._op.broadcast("committed", self.manifest)
@@ -135,13 +146,8 @@ class SaveCommit:
     def _admit(self) -> None:
         self._timings.point("commit.before")
         self._op.check()
-        self._options.guard()
-        base = self.base if self._upload is None else None  # an upload looks for the pins before its own commit
-        if base is not None and not references.is_pinned(self._backend, self.attempt, base.older):
-            raise StorageError(
-                f"{self._backend.url}: another program has removed what protects the files of older checkpoints that "
-                f"this save refers to; save again"
-            )
+        if self._upload is None:  # else the store is not asked before its own commit
+            self._options.guard()
         self._may_exist = True
 
     def clean(self) -> None:
@@ -151,11 +157,8 @@ class SaveCommit:
                 if self._replaced is not None and self._replaced.attempt != self.attempt:
                     if self._upload is not None:
                         remove_superseded(self._upload.staging, self._replaced.attempt)
-                    else:
-                        references.release(self._backend, self._replaced)
-                if self.base is not None and self.last_commit is not None:
-                    referred = references.older_attempts(self.last_commit.manifest)
-                    references.settle(self.store, self.attempt, self.base.older, referred)
+                    elif not (self._replaced.is_shared and self._options.job):  # whose manager sweeps
+                        remove_files_of(self._backend, self._replaced)
         except BaseException:  # noqa: BLE001 - the checkpoint is committed; housekeeping must not fail the save
             _log.warning(
                 "%s: cannot remove the overwritten checkpoint's files", self._backend.display_url, exc_info=True
@@ -210,18 +213,15 @@ class SaveCommit:
         if self.may_exist(error):
             return
         if self._op.rank != 0:
-            with rest_of_deadline(self._backend, self._begun):
-                remove_files(self._backend, keys)
+            with rest_of_deadline(self.data, self._begun):
+                remove_files(self.data, keys)
             return
         # Other ranks may still be writing. A rank that writes later removes its own files, unless it is killed.
         is_late = isinstance(error, DeadlineError)
         timeout_s = _SWEEP_AFTER_LATE_S if is_late else min(_SWEEP_AFTER_S, self._options.deadline_s)
         self._op.wait_for_others_to_leave(timeout_s)
-        with rest_of_deadline(self._backend, self._begun):
-            is_answered = remove_attempt(self._backend, self.attempt)
-        if self.base is not None and is_answered:
-            with rest_of_deadline(self.store, self._begun):
-                references.settle(self.store, self.attempt, self.base.older, ())
+        with rest_of_deadline(self.data, self._begun):
+            remove_attempt(self.data, self.attempt)
 
 
 def _failed_before_commit(error: BaseException) -> bool:

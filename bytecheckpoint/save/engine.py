@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ..engine.blocks import Block
 from ..engine.files import FileLayout
 from ..engine.merging.merge import MIN_MERGE_BLOCKS, MergeWork
+from ..engine.objects import files_of
 from ..engine.resources import IOEngine
 from ..engine.staging.arena import BLOCK, Arena
 from ..errors import StateError, UsageError
@@ -20,7 +21,7 @@ from ..planners import PlanCache
 from ..runtime.threads import Threads
 from ..storage_backends import StorageBackend, parent_url
 
-__all__ = ["DEFAULT_MERGE_MEMORY_BYTES", "LastCommit", "SaveEngine"]
+__all__ = ["DEFAULT_MERGE_MEMORY_BYTES", "LastCommit", "SaveEngine", "SharedSaves"]
 
 DEFAULT_MERGE_MEMORY_BYTES = 64 << 20
 """Default memory of the merge stage, which bounds its unfinished pieces: eight blocks."""
@@ -36,7 +37,7 @@ _log = logging.getLogger(__name__)
 class LastCommit:
     """A committed checkpoint, whose manifest has ``size`` bytes and ends in its checksum, ``trailer``.
 
-    ``parent`` is the URL of the folder that it is in; empty if no reference could name it there.
+    ``parent`` is the URL of the folder that it is in; empty if it shares nothing there.
     """
 
     url: str = field(repr=False)  # it may contain a password
@@ -51,6 +52,43 @@ class LastCommit:
         return cls(backend.url, parent_url(backend), manifest, len(data), data[-MANIFEST_TRAILER:])
 
 
+class SharedSaves:
+    """What the incremental saves of a process know of each other, on rank 0. Thread-safe.
+
+    Attributes:
+        committing: Held while a save checks what it names and commits, and while objects are removed.
+        last_commit: The last checkpoint that was committed at a path, without a tier before it.
+    """
+
+    def __init__(self) -> None:
+        self.committing = threading.Lock()
+        self.last_commit: LastCommit | None = None
+        self._lock = threading.Lock()
+        self._running: dict[str, Collection[str]] = {}  # by attempt, the objects that its manifest may name
+
+    def begin(self, attempt: str) -> LastCommit | None:
+        """Begin a save, which may refer to what the last commit names until it ends. Return the last commit."""
+        with self._lock:
+            last = self.last_commit
+            self._running[attempt] = files_of(last.manifest) if last is not None else ()
+        return last
+
+    def refer(self, attempt: str, manifest: Manifest) -> None:
+        """Let a save refer to what this manifest names instead."""
+        with self._lock:
+            self._running[attempt] = files_of(manifest)
+
+    def end(self, attempt: str) -> None:
+        """End a save: its manifest is committed at its path, or will never be."""
+        with self._lock:
+            self._running.pop(attempt, None)
+
+    def running(self) -> dict[str, Collection[str]]:
+        """Return the saves that have not ended, and what each of them may name."""
+        with self._lock:
+            return dict(self._running)
+
+
 class SaveEngine(IOEngine):
     """An ``IOEngine`` that also owns the staging memory and the background threads of saves.
 
@@ -61,7 +99,7 @@ class SaveEngine(IOEngine):
         helpers: Copies the state of a gated save, and runs the merge stage of one save.
         uploads: Uploads what was saved to staging folders, one checkpoint after the other.
         plans: Plans of the last saves.
-        last_commit: The last checkpoint that an incremental save of this process committed, on rank 0.
+        shared: What the incremental saves of this process know of each other, on rank 0.
         store_rates: How fast the last save to each store was, in bytes per second.
     """
 
@@ -80,7 +118,7 @@ class SaveEngine(IOEngine):
         self.helpers = Threads(_HELPERS, thread_name_prefix="bcp-help")
         self.uploads = Threads(1, thread_name_prefix="bcp-upload")
         self.plans: PlanCache[FileLayout, MergeWork] = PlanCache()
-        self.last_commit: LastCommit | None = None
+        self.shared = SharedSaves()
         self.store_rates: dict[str, float] = {}
         self._own = threading.local()
         super().__init__()

@@ -41,6 +41,7 @@ class SaveResult:
         bytes_written: Bytes that this rank wrote.
         files_written: Files that this rank wrote.
         seconds: How long each step took on this rank, in the order of the steps.
+        remark: Why an incremental save wrote everything; empty if it did not.
     """
 
     url: str = field(repr=False)  # it may contain a password
@@ -49,6 +50,7 @@ class SaveResult:
     bytes_written: int
     files_written: int
     seconds: Mapping[str, float]
+    remark: str = ""
 
 
 class SaveHandle:

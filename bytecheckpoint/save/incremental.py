@@ -1,51 +1,49 @@
 """Incremental saves: find the older checkpoint, the *base*, and what it has of the files that each rank writes.
 
-Rank 0 chooses the base, pins what it may refer to (``checkpoint.references``), and sends each rank the checksums and
-places of the chunks in the base's files of that rank. A file with the same layout then refers to the chunks that are
-equal; any other file is written completely. References are never chains: where the base itself refers to an older file,
-so does the new checkpoint.
+Rank 0 chooses the base, and sends each rank the checksums and places of the chunks in the base's files of that rank. A
+file with the same layout then refers to the chunks that are equal; any other file is written completely. References are
+never chains: where the base itself refers to an older file, so does the new checkpoint. All of these files are objects
+of the root (``engine.objects``).
+
+A file is kept as a whole. So that the space stays bounded, a save does not refer to a file of which its base needs less
+than half: what is still needed of that file is written again.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 
-from ..checkpoint import references
 from ..checkpoint.discovery import find_newest
+from ..checkpoint.lease import is_held
 from ..checkpoint.location import Location
-from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes, rest_of_deadline
+from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes
+from ..checkpoint.sweep import missing_files, root_of
 from ..codecs import PlainCodec
 from ..control.base import Operation
 from ..engine.checksums import chunk_bounds
 from ..engine.files import BaseChunks, FileImage, FileLayout, data_key
+from ..engine.objects import OBJECTS, attempts_of, files_of
+from ..engine.reading.stored_files import damaged_files
 from ..errors import CheckpointError, StorageError, UsageError
 from ..format.checksums import checksum_column, checksum_of
-from ..format.manifest import (
-    MANIFEST_KEY,
-    MANIFEST_TRAILER,
-    PARENT,
-    Manifest,
-    ReferenceTable,
-    encoded_head,
-    split_reference,
-)
-from ..storage_backends import folder_name, open_like, open_sibling, parent_url
+from ..format.manifest import MANIFEST_KEY, MANIFEST_TRAILER, Manifest, ReferenceTable, encoded_head
+from ..storage_backends import folder_name, open_like, parent_url
 from ..storage_backends.base import StorageBackend
 from ..tensors.tables import ragged_positions
-from .engine import LastCommit, SaveEngine
+from .engine import LastCommit, SharedSaves
 from .options import AUTO, SaveRequest
 
-__all__ = ["MAX_FOLDERS", "Base", "BaseShare", "find_base", "share_base"]
+__all__ = ["MAX_ATTEMPTS", "Base", "BaseShare", "Choice", "find_base", "gather_damaged", "share_base"]
 
-MAX_FOLDERS = 32
-"""Folders with files that a new checkpoint may refer to: each of them costs a put, a look and a thread."""
+MAX_ATTEMPTS = 32
+"""Attempts to whose files a new checkpoint may refer: each save lists each of them twice."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,30 +54,32 @@ class Base:
 
     Attributes:
         manifest: The base's manifest.
-        files: The files to which the new checkpoint may refer, under its names for them: the base's own, and then
-            those to which the base refers.
-        older: The attempts that these files belong to, by folder; all of these folders are pinned.
+        files: The files to which the new checkpoint may refer: the base's own, and then those to which it refers.
+        is_usable: Which of them it does refer to.
     """
 
     manifest: Manifest
     files: ReferenceTable
-    older: Mapping[str, set[str]]
+    is_usable: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, manifest: Manifest, base_folder: str, own_folder: str) -> Base:
-        """``base_folder`` is empty if the base is at the path of the save."""
-        names = [
-            _seen_from(own_folder, base_folder, name) for name in (*manifest.files.name, *manifest.references.name)
-        ]
-        older: dict[str, set[str]] = {}
-        for name in names:
-            folder, key = split_reference(name)
-            older.setdefault(folder, set()).add(key.partition("/")[0])
-        size = np.concatenate([manifest.files.size, manifest.references.size])
-        return cls(manifest, ReferenceTable(names, size), older)
+    def of(cls, manifest: Manifest, damaged: Collection[str]) -> Base:
+        """``damaged`` are names of files to which nothing may refer any more."""
+        found = files_of(manifest)
+        size, frames = np.fromiter(found.values(), np.int64, len(found)), manifest.files.frames
+        needed = size.copy()
+        if frames is not None and frames.references.name:
+            shared = np.flatnonzero(frames.source)
+            row, head = frames.source[shared] - 1, np.zeros(len(frames.references.name), np.int64)
+            # A file has the same layout, and so the same head, as the one that refers to it.
+            referrer = np.searchsorted(frames.starts, shared, side="right") - 1
+            np.maximum.at(head, row, manifest.files.head_length[referrer])
+            needed[len(manifest.files) :] = head + np.bincount(row, frames.length[shared]).astype(np.int64)
+        is_usable = (2 * needed >= size) & np.array([name not in damaged for name in found], bool)
+        return cls(manifest, ReferenceTable([*found], size), is_usable)
 
     def message(self, rank: int) -> bytes:
-        """Return what ``BaseShare.unpack`` needs on a rank."""
+        """Return what ``BaseShare`` needs to know on a rank."""
         files = self.manifest.files
         rows = np.flatnonzero(files.rank == rank).tolist()
         packed: bytes = msgpack.packb([self._file(row) for row in rows if files.kind[row] == "tensors"])
@@ -102,6 +102,7 @@ class Base:
             here = frames.rows(row)
             offset, length, frame_checksum = frames.position[here], frames.length[here], manifest.frame_checksums[here]
             source = np.where(frames.source[here] == 0, row + 1, len(files) + frames.source[here])
+        source = np.where(self.is_usable[source - 1], source, 0)
         return [
             manifest.section_name(int(files.section[row])),
             files.codec[row],
@@ -119,11 +120,6 @@ class BaseShare:
     """What the base has of one rank's files, by section: their description, and the columns of ``BaseChunks``."""
 
     files: Mapping[str, list[Any]] = field(default_factory=dict)
-
-    @classmethod
-    def unpack(cls, message: bytes) -> BaseShare:
-        """Unpack what rank 0 has sent; nothing if there is no base."""
-        return cls({name: described for name, *described in msgpack.unpackb(message)} if message else {})
 
     def apply(self, images: Sequence[FileImage], layouts: Sequence[FileLayout], chunk_size: int, rank: int) -> None:
         """Refer the images of tensor files, which have these layouts, to the base."""
@@ -148,90 +144,120 @@ class BaseShare:
         if len(checksum) != len(begin):
             return None
         # An encoded frame is decoded with the codec of the file that refers to it.
-        is_usable = (length == end - begin) | (codec == image.codec)
+        is_usable = (source > 0) & ((length == end - begin) | (codec == image.codec))
         return BaseChunks(checksum, length, frame_checksum, source, offset, is_usable)
 
 
-def find_base(engine: SaveEngine, backend: StorageBackend, options: SaveRequest, attempt: str) -> Base | None:
-    """Choose the base of a save on rank 0, and pin it. Returns None if everything must be written.
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What rank 0 has chosen for an incremental save.
+
+    Attributes:
+        is_shared: Whether the files become objects of the root. If not, the checkpoint is like any other.
+        base: The base; None if everything is written.
+        remark: Why everything is written.
+    """
+
+    is_shared: bool
+    base: Base | None = None
+    remark: str = ""
+
+
+def find_base(
+    saves: SharedSaves, path: StorageBackend, options: SaveRequest, attempt: str, damaged: Collection[str]
+) -> Choice:
+    """Choose the base of a save to ``path``, on rank 0. With a tier, this asks the store nothing.
 
     Raises:
         UsageError: The base is not in the same folder as the path of the save.
         CheckpointError: ``options.base`` is a path, and no checkpoint can be read there.
-        StorageError: A pin could not be put.
+        StorageError: The store does not answer.
     """
-    own, begun = folder_name(backend), time.monotonic()
-    found = _named_base(backend, options) if options.base != AUTO else _newest(engine, backend)
-    if found is None or not found.manifest.is_shared:
-        return None
-    folder = folder_name(open_like(backend, found.url))
-    base = Base.of(found.manifest, "" if folder == own else folder, own)
-    if len(base.older) > MAX_FOLDERS:
-        _log.info(
-            "%s: the base %s has files in %d folders; everything is written",
-            backend.display_url,
-            folder,
-            len(base.older),
-        )
-        return None
-    try:
-        references.pin(backend, attempt, base.older, for_upload=options.tier is not None)
-        if _is_current(open_like(backend, found.url), found):
-            return base
-    except BaseException:
-        with rest_of_deadline(backend, begun):
-            references.settle(backend, attempt, base.older, ())
-        raise
-    _log.info("%s: the base %s was removed or replaced; everything is written", backend.display_url, folder)
-    references.settle(backend, attempt, base.older, ())
-    return None
+    if not folder_name(path):
+        return Choice(False, remark="the path has no parent folder, whose objects it could share")
+    if folder_name(path) == OBJECTS:
+        raise UsageError(f"{path.display_url} is where incremental checkpoints keep their files; use another name")
+    named = None if options.base == AUTO else _named_base(path, str(options.base))
+    last = saves.begin(attempt)
+    if options.tier is not None:
+        # Only what this process has uploaded is certainly there.
+        is_last = last is not None and last.parent == parent_url(path) and (named is None or last.url == named.url)
+        found = last if is_last else None
+    elif not options.job and is_held(root_of(path)):
+        return Choice(False, remark="another job holds the lease of the root, and removes its objects")
+    else:
+        found = _newest(last, path) if named is None else _read(named)
+    if found is None:
+        return Choice(True, remark="there is no earlier incremental checkpoint that it could refer to")
+    name, manifest = folder_name(open_like(path, found.url)), found.manifest
+    if not manifest.is_shared:
+        return Choice(True, remark=f"{name} was not saved incrementally")
+    if len(attempts_of(manifest)) > MAX_ATTEMPTS:
+        return Choice(True, remark=f"{name} needs the files of more than {MAX_ATTEMPTS} saves")
+    if options.tier is None:
+        saves.refer(attempt, manifest)
+        try:
+            missing = sorted(missing_files(open_like(path, found.url), manifest))
+        except StorageError as error:
+            if error.is_late:
+                raise
+            return Choice(True, remark=f"the files of {name} cannot be listed: {error}")
+        if missing:
+            return Choice(True, remark=f"{len(missing)} files of {name} are missing or truncated, such as {missing[0]}")
+    base = Base.of(manifest, damaged)
+    if not base.is_usable.any():
+        return Choice(True, remark=f"the files of {name} were found damaged")
+    return Choice(True, base)
 
 
-def share_base(op: Operation, base: Base | None) -> BaseShare:
-    """Send each rank what the base has of its files; only rank 0 passes the base. All ranks call it."""
-    messages = [b""] * op.world_size if base is None else [base.message(rank) for rank in range(op.world_size)]
-    return BaseShare.unpack(op.scatter("base", messages if op.rank == 0 else None))
+def gather_damaged(op: Operation) -> set[str]:
+    """Return on rank 0 the names of the files that any rank has found damaged. All ranks call it."""
+    received = op.gather("damaged", msgpack.packb(damaged_files()))
+    return set().union(*map(msgpack.unpackb, received or ()))
 
 
-def _named_base(backend: StorageBackend, options: SaveRequest) -> LastCommit:
-    """Return the checkpoint that the caller names as the base."""
-    base = open_like(backend, str(options.base))
-    folder = folder_name(base)
-    is_sibling = folder and folder_name(backend) and _sibling(base, folder).url == _sibling(backend, folder).url
-    if not is_sibling and base.url != backend.url:
+def share_base(op: Operation, choice: Choice | None) -> tuple[BaseShare | None, str]:
+    """Send each rank what the base has of its files, None if nothing is shared, and the remark. All ranks call it.
+
+    Only rank 0 passes its choice.
+    """
+    messages = None
+    if choice is not None:
+        base = choice.base
+        shares = [b"" if base is None else base.message(rank) for rank in range(op.world_size)]
+        messages = [msgpack.packb([choice.is_shared, share, choice.remark]) for share in shares]
+    is_shared, share, remark = msgpack.unpackb(op.scatter("base", messages))
+    files = {name: described for name, *described in msgpack.unpackb(share)} if share else {}
+    return (BaseShare(files) if is_shared else None), remark
+
+
+def _named_base(path: StorageBackend, url: str) -> StorageBackend:
+    """Return the backend of the checkpoint that the caller names as the base."""
+    base = open_like(path, url)
+    if not folder_name(base) or root_of(base).url != root_of(path).url:
         raise UsageError(
-            f"the base {base.display_url} and the checkpoint {backend.display_url} must be in the same folder, because "
-            f"a checkpoint refers to older files by relative names"
+            f"the base {base.display_url} and the checkpoint {path.display_url} must be in the same folder, because "
+            f"they share its objects"
         )
-    return _read(base)
+    return base
 
 
-def _newest(engine: SaveEngine, backend: StorageBackend) -> LastCommit | None:
-    """Return the newest checkpoint in the parent of the path, or at the path; None if there is none.
+def _newest(last: LastCommit | None, path: StorageBackend) -> LastCommit | None:
+    """Return the newest checkpoint in the parent of the path; None if there is none.
 
-    Usually this process has committed it, and nothing is read.
+    Usually this process has committed it, and no manifest is read.
     """
-    own, last = folder_name(backend), engine.last_commit
+    parent = parent_url(path)
     try:
         # One in another store may need other options, so it is not even opened.
-        if (
-            last is not None
-            and (last.parent == parent_url(backend) if own else last.url == backend.url)
-            and _is_current(open_like(backend, last.url), last)
-        ):
+        if last is not None and last.parent == parent and _is_current(open_like(path, last.url), last):
             return last
-        if not own:
-            return _read(backend)
-        parent = Location(parent_url(backend), storage_options=backend.options)
-        newest = find_newest(parent, allow_fresh=True, deadline_s=backend.deadline_s)
+        location = Location(parent, storage_options=path.options)
+        newest = find_newest(location, allow_fresh=True, deadline_s=path.deadline_s)
         return None if newest is None else _read(newest.backend)
     except (CheckpointError, UsageError) as error:
-        _log.info("%s: no base, everything is written: %s", backend.display_url, error)
+        _log.info("%s: no base, everything is written: %s", path.display_url, error)
         return None
-
-
-def _sibling(backend: StorageBackend, folder: str) -> StorageBackend:
-    return open_sibling(backend, folder) if folder else backend
 
 
 def _read(backend: StorageBackend) -> LastCommit:
@@ -249,10 +275,3 @@ def _is_current(backend: StorageBackend, found: LastCommit) -> bool:
             raise
         return False  # it is missing, or shorter
     return bytes(trailer) == found.trailer
-
-
-def _seen_from(own: str, base: str, name: str) -> str:
-    """Return the name in the folder ``own`` of a file that has this name in ``base``, a sibling or itself."""
-    folder, key = split_reference(name)
-    folder = folder or base
-    return key if folder in ("", own) else f"{PARENT}{folder}/{key}"

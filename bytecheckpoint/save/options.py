@@ -45,12 +45,11 @@ class SaveOptions:
             no safetensors files then. "auto" encodes with "zstd-planes" on ranks whose earlier saves have shown that
             the store is slower than the codec, and never on local disks. Needs ``layout="shards"``.
         base: Do not write what an older checkpoint has: chunks of tensors that are equal to its chunks at the same
-            places. "auto" takes the newest checkpoint in the folder that the path is in, or the one at the path; or
-            pass the path of a checkpoint in that folder. The new checkpoint refers to the older files by relative
-            names, so move or copy the whole folder, or use ``bcp copy``, which makes full copies. Removals by
-            ``bcp rm`` and ``CheckpointManager`` keep what is still referred to. A base must have been saved with
-            ``base`` too, because only such saves store the checksums to compare; the first one writes everything.
-            Needs ``layout="shards"``. With a tier, the base must be uploaded.
+            places. "auto" takes the newest checkpoint in the folder that the path is in; or pass the path of a
+            checkpoint in that folder. The files are shared by the checkpoints of the folder, in its ``objects``: any of
+            them may be removed, but only ``bcp copy`` moves one out of it. A base must have been saved with ``base``
+            too; the first one writes everything, and ``SaveResult.remark`` says so. Needs ``layout="shards"``. With a
+            tier, the base is what this process has uploaded last.
         gate: With ``async_save``, return before parameters and optimizer state are copied. The copy overlaps with the
             next forward and backward pass; ``torch.optim.Optimizer.step`` of the optimizers in the state,
             ``load_state_dict`` of its optimizers and modules, and ``load`` wait until it is done. Save from the

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import xor
@@ -57,7 +57,9 @@ _MAX_ROUNDS = 6  # digests, tables and contents, names to separate, new tables, 
 _SEND, _SEND_DIGESTS, _SEPARATE, _SHARE = "send", "digests", "separate", "share"
 
 
-def plan_save(op: Operation, plans: Plans, local: LocalState, new: NewPlan, *, job: bytes = b"") -> SaveShare:
+def plan_save(
+    op: Operation, plans: Plans, local: LocalState, new: NewPlan, new_id: Callable[[], bytes] = new_attempt_id
+) -> SaveShare:
     """Make a new plan and return this rank's share of it. All ranks call it.
 
     Raises:
@@ -66,7 +68,7 @@ def plan_save(op: Operation, plans: Plans, local: LocalState, new: NewPlan, *, j
         DisagreementError: Ranks were called with different arguments.
     """
     listing = new.listing
-    negotiation = None if new.summaries is None else PlanNegotiation(local, listing, new.summaries, job)
+    negotiation = None if new.summaries is None else PlanNegotiation(local, listing, new.summaries, new_id)
     separated: list[str] = []
     for _ in range(_MAX_ROUNDS):
         kind, *content = msgpack.unpackb(op.scatter("plan", None if negotiation is None else negotiation.messages()))
@@ -106,9 +108,11 @@ def plan_save(op: Operation, plans: Plans, local: LocalState, new: NewPlan, *, j
 class PlanNegotiation:
     """Rank 0's side of planning: ``messages`` to all ranks, then ``receive`` their replies, until all have a share."""
 
-    def __init__(self, local: LocalState, listing: Listing, summaries: Sequence[RankSummary], job: bytes) -> None:
+    def __init__(
+        self, local: LocalState, listing: Listing, summaries: Sequence[RankSummary], new_id: Callable[[], bytes]
+    ) -> None:
         self._layout: Layout = local.layout
-        self._job = job
+        self._new_id = new_id
         self._summaries = list(summaries)
         self._tables = {summaries[0].table_digest: listing.plan.table()}
         self._contents = {summaries[0].contents_digest: local.contents}
@@ -212,7 +216,7 @@ class PlanNegotiation:
         self.plan = plan if gather is None else gather.stored
         assignments = plan if gather is None else gather
         plan_id = secrets.token_bytes(_PLAN_ID_BYTES) if comparison.is_cacheable else b""
-        attempt_id = new_attempt_id(self._job)
+        attempt_id = self._new_id()
         nbytes = sum(file.data_size for file in self.plan.files)
         shares = []
         for rank, checks in enumerate(comparison.checks()):

@@ -161,7 +161,7 @@ def build_manifest(
 ) -> Manifest:
     """Build the manifest of a save whose files are all durable. ``confirmed`` is by rank.
 
-    ``older`` are the files to which frames may refer; with ``is_shared``, other checkpoints may refer to the new ones.
+    ``older`` are the files to which frames may refer; with ``is_shared``, the new ones are objects of the root.
 
     Raises:
         PlanError: A rank did not write a file that it was assigned.

@@ -6,14 +6,17 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
+from ..checkpoint.attempts import new_attempt_id
 from ..checkpoint.location import Tier
 from ..checkpoint.manifest_file import check_replaceable
 from ..control.base import Operation
 from ..engine.files import FileImage, data_key, tensor_image
 from ..engine.merging.merge import MergeResources, MergeWork, merge
+from ..engine.objects import objects_beside
 from ..engine.unchanged import find_unchanged
 from ..engine.writing import WrittenFile, check_space, write_images, write_whole
 from ..errors import StateError, UsageError
@@ -26,7 +29,7 @@ from .commit import SaveCommit
 from .companions import StoredModel, companion_images, find_models, refuse_adapters
 from .engine import SaveEngine
 from .handle import SaveHandle, SaveResult
-from .incremental import BaseShare, find_base, share_base
+from .incremental import BaseShare, find_base, gather_damaged, share_base
 from .lifecycle import SaveLifecycle, SaveState
 from .local_state import LocalState, describe_state
 from .options import SaveRequest
@@ -59,7 +62,9 @@ class SaveRun:
         self.upload: SaveUpload | None = None
         self._commit: SaveCommit | None = None
         self._copy: StateCopy | None = None
-        self._base = None if options.base is None else BaseShare()
+        self._base: BaseShare | None = None
+        self._remark = ""
+        self._new_id = partial(new_attempt_id, options.job, is_staged=options.tier is not None)
         self._is_new = False  # there was no checkpoint at the path
         self._keys: list[str] = []  # of the files that this rank may write
         self._models: list[StoredModel] = []  # that get an index and a configuration
@@ -93,7 +98,7 @@ class SaveRun:
         """Find out whether all ranks make the same save, and whether an earlier plan is valid for all of them."""
         plans, options = self.engine.plans, self.options
         arguments = options.shared_arguments(self.handle.url, local.section_names)
-        agreement = agree(self.op, plans, local, arguments, job=options.job)
+        agreement = agree(self.op, plans, local, arguments, new_id=self._new_id)
         if isinstance(agreement, SaveShare):
             self._begin_attempt(agreement)  # other ranks continue, even if this one fails before its next step
         return agreement
@@ -102,12 +107,10 @@ class SaveRun:
         """Make a new plan if no earlier one is valid, and find out what a base has of this rank's files."""
         share = agreement
         if isinstance(share, NewPlan):
-            share = plan_save(self.op, self.engine.plans, local, share, job=self.options.job)
+            share = plan_save(self.op, self.engine.plans, local, share, self._new_id)
             self._begin_attempt(share)
         if self.options.base is not None:
-            if self.op.rank == 0:
-                self.commit.base = find_base(self.engine, self.commit.store, self.options, share.attempt)
-            self._base = share_base(self.op, self.commit.base)
+            self._find_base(share)
         # How much an incremental save needs is not known before, and a tier holds a part of the checkpoint.
         if self.op.rank == 0 and self.commit.base is None and self.upload is None:
             check_space(self.backend, share.planned.nbytes)
@@ -180,7 +183,7 @@ class SaveRun:
 
     def write(self, share: SaveShare, copy: StateCopy, merged: Sequence[WrittenFile]) -> WrittenFiles:
         """Write the staged images and the companions, and make them durable."""
-        backend, timings, chunk_size = self.backend, self.timings, self.commit.chunk_size
+        backend, timings, chunk_size = self.commit.data, self.timings, self.commit.chunk_size
 
         def point(name: str) -> None:
             timings.point(name)
@@ -188,7 +191,7 @@ class SaveRun:
 
         begun = perf_counter()
         planned = write_images(backend, copy.staging, chunk_size, self.engine.io, timings, point)
-        note_rate(self.engine, backend, planned, perf_counter() - begun)
+        note_rate(self.engine, self.backend, planned, perf_counter() - begun)
         images: list[FileImage] = []
         if share.planned.plan is not None and self._models:
             images = companion_images(share.planned.plan, self._models, share.attempt)
@@ -224,10 +227,11 @@ class SaveRun:
 
     def succeed(self, written: WrittenFiles) -> None:
         """End a save whose checkpoint is committed."""
-        self.engine.last_commit = self.commit.last_commit or self.engine.last_commit
         _log.info("committed %s (%s)", self.backend.display_url, self.timings)
         if self.upload is not None:
-            self.upload.start(self.commit.manifest, {} if self.commit.base is None else self.commit.base.older)
+            self.upload.start(self.commit.manifest)
+        else:
+            self.engine.shared.end(self.commit.attempt)
         self.op.close()
         nbytes = sum(file.size for file in written.planned)
         result = SaveResult(
@@ -237,6 +241,7 @@ class SaveRun:
             bytes_written=nbytes,
             files_written=len(written.planned),
             seconds=dict(self.timings.seconds),
+            remark=self._remark,
         )
         self.lifecycle.commit(result)
 
@@ -245,8 +250,29 @@ class SaveRun:
     def _begin_attempt(self, share: SaveShare) -> None:
         """From here on, a failure removes the files of this attempt."""
         self._commit = SaveCommit(
-            self.op, self.backend, self.options, share, self.timings, is_new=self._is_new, upload=self.upload
+            self.op,
+            self.backend,
+            self.options,
+            self.engine.shared,
+            share,
+            self.timings,
+            is_new=self._is_new,
+            upload=self.upload,
         )
+
+    def _find_base(self, share: SaveShare) -> None:
+        """Find out what an older checkpoint has of this rank's files."""
+        damaged, choice = gather_damaged(self.op), None
+        if self.op.rank == 0:
+            path = self.backend if self.upload is None else self.upload.store
+            choice = find_base(self.engine.shared, path, self.options, share.attempt, damaged)
+            self.commit.base = choice.base
+        self._base, self._remark = share_base(self.op, choice)
+        objects = objects_beside(self.backend)
+        if self._base is not None and objects is not None:
+            self.commit.share_objects(objects)
+        if self._remark and self.op.rank == 0:
+            _log.info("%s: this incremental save writes everything: %s", self.backend.display_url, self._remark)
 
     def _prepare_copy(self, local: LocalState, share: SaveShare) -> StateCopy:
         """Lay this rank's files out in staging memory. Copies nothing yet."""
@@ -280,8 +306,6 @@ class SaveRun:
         """Save to a folder of this machine, and upload from there."""
         self.upload = SaveUpload(self.engine, self.op, self.backend, tier, self.options)
         self.handle._upload = self.upload.lifecycle
-        if self.op.rank == 0:
-            self.upload.check()
         self.backend = self.upload.staging
 
     def _end_failed(self, error: BaseException) -> None:
@@ -301,6 +325,8 @@ class SaveRun:
             self._copy.staging.discard(error)
         if self._commit is not None:
             self._commit.remove_files(self._keys, error)
+            if not self._commit.may_exist(error):
+                self.engine.shared.end(self._commit.attempt)
         self.op.close()
 
     def _stop_copying(self, error: Exception) -> None:

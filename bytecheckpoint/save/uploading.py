@@ -8,20 +8,16 @@ another process can continue.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-from ..checkpoint.attempts import PIN_PREFIX, is_old
 from ..checkpoint.location import Tier
 from ..checkpoint.manifest_file import check_replaceable, decode_manifest
 from ..checkpoint.nearest import open_staging
-from ..checkpoint.references import older_attempts, settle
+from ..checkpoint.sweep import FilesGoneError
 from ..control.base import Operation
 from ..errors import StorageError
-from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
-from ..transfer.copying import missing_files, protect
 from ..transfer.journal import Journal, JournalHead
 from ..transfer.staged import commit_upload, remove_superseded, upload_files
 from ..transfer.transfer import TransferReport
@@ -58,10 +54,6 @@ class SaveUpload:
         self._attempt = ""
         self._journal: Journal | None = None
 
-    def check(self) -> None:
-        """Check on rank 0 that the path can be read, and that a checkpoint may be put there."""
-        check_replaceable(self.store)
-
     def prepare(self, attempt: str) -> None:
         """Record on disk that this rank's files must be uploaded. Call it before the commit in the folder."""
         self._attempt = attempt
@@ -70,11 +62,8 @@ class SaveUpload:
         except StorageError as error:
             _log.warning("%s; an upload that is interrupted cannot be continued", error)
 
-    def start(self, manifest: bytes, older: Mapping[str, Collection[str]]) -> None:
-        """Upload in the background. The save is committed in the folder.
-
-        ``older`` are, on rank 0, the folders that the save has pinned (``Base.older``).
-        """
+    def start(self, manifest: bytes) -> None:
+        """Upload in the background. The save is committed in the folder."""
         try:
             if self._journal is not None:
                 self._journal.add_committed()
@@ -82,7 +71,7 @@ class SaveUpload:
             _log.warning("%s", error)
         self.lifecycle.queue()
         try:
-            self._engine.uploads.submit(self._run, manifest, older)
+            self._engine.uploads.submit(self._run, manifest)
         except RuntimeError as error:
             failure = StorageError(f"the upload cannot begin: {error}; run bcp upload to make it")
             self.lifecycle.withdraw(failure)
@@ -98,20 +87,19 @@ class SaveUpload:
                 self._journal.remove()
             self._end_failed()
 
-    def _run(self, data: bytes, older: Mapping[str, Collection[str]]) -> None:
+    def _run(self, data: bytes) -> None:
         if not self.lifecycle.start():
             return
         self.lifecycle.finish_merge()
         store, rank = self.store, self._op.rank
         timings = Timings("upload", rank, store.url)
         failure: BaseException | None = None
-        pins: Sequence[str] = ()
         try:
             manifest = decode_manifest(data, self.staging.url)
             try:
                 with timings.step("transfer"):
-                    if rank == 0:  # another job may begin, and clean up, while an ended job's upload is unfinished
-                        pins = protect(store, self._journal)
+                    if rank == 0:
+                        check_replaceable(store)
                     report = upload_files(
                         self.staging,
                         store,
@@ -132,12 +120,11 @@ class SaveUpload:
                 op.gather("transferred", b"")
                 if rank == 0:
                     with op.phase("commit"), timings.step("commit"):
-                        pins = self._renew(pins, manifest)
-                        commit_upload(store, manifest, data, admit=partial(self._admit, timings), pins=pins)
+                        admit, lock = partial(self._admit, timings), self._engine.shared.committing
+                        commit_upload(store, manifest, data, admit=admit, lock=lock if self._options.job else None)
                 op.broadcast("uploaded", b"" if rank == 0 else None)
-            settle(store, manifest.attempt, older, older_attempts(manifest))
-            if rank == 0 and self._options.base is not None:
-                self._engine.last_commit = LastCommit.of(store, manifest, data)
+            if rank == 0 and manifest.is_shared:
+                self._engine.shared.last_commit = LastCommit.of(store, manifest, data)
             if self._journal is not None:
                 self._journal.remove()
         except BaseException as error:  # noqa: BLE001 - the handle raises it
@@ -147,6 +134,8 @@ class SaveUpload:
                 store.display_url,
                 error,
             )
+            if isinstance(error, FilesGoneError):
+                self._engine.shared.last_commit = None
             self.lifecycle.fail(error)
             self._end_failed()
         else:
@@ -155,19 +144,8 @@ class SaveUpload:
             self.lifecycle.commit(report)
         finally:
             del failure
+            self._engine.shared.end(self._attempt)
         remove_superseded(self.staging, self._attempt)
-
-    def _renew(self, pins: Sequence[str], manifest: Manifest) -> Sequence[str]:
-        """Protect the files anew if the upload has taken longer than the pins protect them."""
-        if not any(is_old(pin.removeprefix(PIN_PREFIX)) for pin in pins):
-            return pins
-        pins = [*pins, *protect(self.store, self._journal)]
-        if missing_files(self.store, manifest):
-            raise StorageError(
-                f"{self.store.display_url}: another program has removed files of this upload, which has taken more "
-                f"than 24 hours; bcp upload sends them again"
-            )
-        return pins
 
     def _report(self, error: BaseException) -> None:
         """Report to ranks that may wait for this one that it does not upload its files."""

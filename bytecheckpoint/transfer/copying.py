@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
-from ..checkpoint.attempts import PIN_PREFIX, new_attempt
+from ..checkpoint.attempts import copy_of_attempt, is_copy_of, remove_attempt
 from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest_bytes
-from ..checkpoint.references import hold, sweep, unpin
+from ..checkpoint.sweep import missing_files
+from ..engine.objects import data_of
 from ..errors import CheckpointError, CommitUnknownError, KeyExistsError, KeyNotFoundError, StorageError
 from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, encode
 from ..storage_backends.base import StorageBackend
@@ -16,7 +18,7 @@ from ..storage_backends.local.backend import LocalBackend
 from .journal import Journal, JournalHead, Progress, user_directory
 from .transfer import WINDOW, Transfer, TransferReport
 
-__all__ = ["copy_checkpoint", "end_uploads", "missing_files", "protect"]
+__all__ = ["copy_checkpoint", "end_uploads"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,9 +32,10 @@ def copy_checkpoint(
     progress: Callable[[int], None] = lambda nbytes: None,
     journals: str | None = None,
 ) -> TransferReport:
-    """Copy a checkpoint exactly, and check every byte before it is sent.
+    """Copy a checkpoint, and check every byte before it is sent.
 
-    The copy of an incremental checkpoint is complete: it has the frames that other checkpoints have of the source.
+    The copy is an attempt of its own, with the same files. That of an incremental checkpoint is complete: it has the
+    frames that other checkpoints have of the source, and shares nothing.
 
     A journal lets a later call continue after a failure. It is in the local directory ``journals``; by default in the
     target or the source, if one of them is a local directory, else in ``user_directory``. A damaged source, and without
@@ -41,46 +44,41 @@ def copy_checkpoint(
 
     Raises ``KeyExistsError`` if the target holds another checkpoint; one that holds this checkpoint is left as it is.
     """
-    data = read_manifest_bytes(source)
-    manifest = decode_manifest(data, source.url)
-    stored = manifest
-    if manifest.references.name:
-        manifest = stored.flattened()
-        data = encode(manifest)
+    stored = decode_manifest(read_manifest_bytes(source), source.url)
     if source.url == target.url and source.endpoint() == target.endpoint():
         raise KeyExistsError(f"{target.url} is both source and target; give another target")
-    is_there = _holds(target, manifest)
-    with _open_journal(source, target, manifest.attempt, journals) or nullcontext() as journal:
+    is_there = _holds(target, stored.attempt)
+    with _open_journal(source, target, stored.attempt, journals) or nullcontext() as journal:
         if journal is not None and journal.outdated is not None:
             _discard(target, journal.outdated.attempt, journal.outdated)
+        begun = "" if journal is None else journal.attempt
+        manifest = _copied(stored, begun or copy_of_attempt(stored.attempt))
         if is_there:
             progress(manifest.file_bytes)
             report = TransferReport(len(manifest.files), manifest.file_bytes)
-            if journal is not None:
-                end_uploads(target, journal)  # another copy has stored these files
-                unpin(target, journal.pins)
+            _discard(target, begun, journal)  # another copy has stored these files
         else:
 
             def send(rows: Sequence[int]) -> TransferReport:
                 return Transfer(
-                    source,
+                    data_of(source, stored),
                     target,
                     stored,
                     rows=rows,
                     journal=journal,
+                    names=manifest.files.name,
                     window=window,
                     rate_limit=rate_limit,
                     progress=progress,
                 ).run()
 
-            pins: Sequence[str] = ()
             is_committed = False
             try:
-                pins = protect(target, journal)
+                if journal is not None and not begun:
+                    journal.begin_attempt(manifest.attempt)
                 report = send(range(len(manifest.files)))
-                pins = [*pins, *protect(target, journal)]  # the transfer may have taken longer than a pin protects
                 _send_missing(target, manifest, send)
-                commit(target, data, may_replace=False)
+                commit(target, encode(manifest), may_replace=False)
                 is_committed = True
                 _send_missing(target, manifest, send)
             except CommitUnknownError:
@@ -88,39 +86,26 @@ def copy_checkpoint(
             except BaseException as error:
                 is_useless = isinstance(error, (CheckpointError, KeyExistsError)) and not is_committed
                 if journal is None or is_useless:
-                    _discard(target, manifest.attempt, journal, pins)
+                    _discard(target, manifest.attempt, journal)
                     if journal is not None:
                         journal.remove()
                 raise
-            unpin(target, pins)
         if journal is not None:
             journal.remove()
     return report
 
 
-def protect(target: StorageBackend, journal: Journal | None) -> Sequence[str]:
-    """Keep other programs from removing what a transfer writes; return the pins to remove at its end.
-
-    They remain if a transfer with a journal fails, so that a later one may continue. Raises ``StorageError``.
-    """
-    pin, earlier = PIN_PREFIX + new_attempt(), [] if journal is None else [*journal.pins]
-    if journal is not None:
-        journal.add_pin(pin)
-    hold(target, pin)
-    unpin(target, earlier)  # they may be old
-    return [pin]
-
-
-def missing_files(target: StorageBackend, manifest: Manifest) -> Sequence[int]:
-    """Return the rows of the files that the target does not hold, or with another size."""
-    found = {stat.key: stat.size for stat in target.list(f"{manifest.attempt}/")}
-    sizes = manifest.files.size.tolist()
-    return [row for row, key in enumerate(manifest.files.name) if found.get(key) != sizes[row]]
+def _copied(manifest: Manifest, attempt: str) -> Manifest:
+    """Return the manifest of a complete copy, whose files are those of ``attempt``."""
+    full = manifest.flattened()
+    names = [attempt + name.removeprefix(manifest.attempt) for name in full.files.name]
+    return replace(full, attempt=attempt, files=replace(full.files, name=names))
 
 
 def _send_missing(target: StorageBackend, manifest: Manifest, send: Callable[[Sequence[int]], object]) -> None:
-    """Send what another program has removed although it is protected: the manifest must not refer to it."""
-    rows = missing_files(target, manifest)
+    """Send again what another program has removed, as a manager does after a day: the manifest must not refer to it."""
+    gone = missing_files(target, manifest)
+    rows = [row for row, name in enumerate(manifest.files.name) if name in gone]
     if rows:
         _log.warning("%s: another program has removed %d file(s); sending them again", target.display_url, len(rows))
         send(rows)
@@ -148,8 +133,8 @@ def _place(backend: StorageBackend) -> str:
     return f"{backend.display_url} at {endpoint}" if endpoint else backend.display_url
 
 
-def _holds(target: StorageBackend, manifest: Manifest) -> bool:
-    """Return whether the target holds this checkpoint, complete.
+def _holds(target: StorageBackend, attempt: str) -> bool:
+    """Return whether the target holds the checkpoint of this attempt, or a copy of it, complete.
 
     Raises ``KeyExistsError`` if it holds another one, or an incomplete one.
     """
@@ -158,18 +143,18 @@ def _holds(target: StorageBackend, manifest: Manifest) -> bool:
     except KeyNotFoundError:
         return False
     try:
-        is_same = decode_manifest(data, target.url).attempt == manifest.attempt
+        manifest = decode_manifest(data, target.url)
+        is_same = is_copy_of(manifest.attempt, attempt)
     except CheckpointError:
         is_same = False
     if not is_same:
         raise KeyExistsError(
             f"{target.url} already holds a checkpoint, which was not changed; give another target, or remove it first"
         )
-    rows = missing_files(target, manifest)
-    if rows:
+    for name in missing_files(target, manifest):
         raise KeyExistsError(
-            f"{target.url} already holds this checkpoint, but {manifest.files.name[rows[0]]} is missing or has another "
-            f"size; nothing was changed; give another target, or remove it first"
+            f"{target.url} already holds this checkpoint, but {name} is missing or has another size; nothing was "
+            f"changed; give another target, or remove it first"
         )
     return True
 
@@ -183,16 +168,17 @@ def end_uploads(target: StorageBackend, done: Journal | Progress) -> None:
             _log.warning("%s/%s: cannot end its upload, which may cost money: %s", target.display_url, key, error)
 
 
-def _discard(target: StorageBackend, attempt: str, done: Journal | Progress | None, pins: Sequence[str] = ()) -> None:
-    """Remove what a copy has written, but nothing that a committed checkpoint or another transfer may need."""
+def _discard(target: StorageBackend, attempt: str, done: Journal | Progress | None) -> None:
+    """Remove what a copy has written, unless it is committed. Logs a failure and never raises."""
     if done is not None:
         end_uploads(target, done)
-        pins = done.pins
-    unpin(target, pins)
     try:
-        is_removed = sweep(target, [attempt], lambda one: False)
-    except StorageError as error:
+        data = target.get(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES)
+        is_committed = decode_manifest(data, target.url).attempt == attempt
+    except KeyNotFoundError:
+        is_committed = False
+    except (CheckpointError, StorageError) as error:
         _log.warning("%s: cannot remove %s: %s", target.display_url, attempt, error)
-    else:
-        if not is_removed:
-            _log.warning("%s: %s remains, because another program may be writing there", target.display_url, attempt)
+        return
+    if attempt and not is_committed:
+        remove_attempt(target, attempt)

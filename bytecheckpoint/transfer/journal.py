@@ -9,7 +9,7 @@ it, and it is removed with the checkpoint. Of a copy between two stores, it is i
     ["part", key, number, tag, xxh3-64 of the bytes]       the store has acknowledged a part
     ["stored", key]                                        the file is complete and durable
     ["committed"]                                          the local copy is committed, by all ranks of the save
-    ["pin", key]                                           a pin that protects the target's folder
+    ["attempt", name]                                      the attempt that a copy makes of it at the target
 
 A record that is incomplete or damaged ends the journal: what follows it is sent again.
 """
@@ -77,12 +77,11 @@ class FileUpload:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a transfer of ``attempt`` has done; the other attributes are those of ``Journal``."""
+    """What a transfer has done; the attributes are those of ``Journal``."""
 
     attempt: str
     uploads: dict[str, FileUpload]
     stored: set[str]
-    pins: list[str]
 
 
 def _journal_path(directory: str, head: JournalHead) -> str:
@@ -124,7 +123,7 @@ class Journal:
     Attributes:
         uploads: The uploads of files that are not complete, by key.
         stored: The keys of complete files.
-        pins: The keys of the pins that protect the target's folder.
+        attempt: The attempt that a copy makes of the checkpoint at the target; empty if there is none yet.
         is_committed: Whether the local copy was committed after the journal was begun.
         outdated: What the journal held about another checkpoint, if the one at its side was replaced; else None.
     """
@@ -138,7 +137,7 @@ class Journal:
         self._lock = threading.Lock()
         self.uploads: dict[str, FileUpload] = {}
         self.stored: set[str] = set()
-        self.pins: list[str] = []
+        self.attempt = ""
         self.is_committed = False
         self.outdated: Progress | None = None
         try:
@@ -182,8 +181,8 @@ class Journal:
             os.ftruncate(self._fd, found[-1][1])
             return
         if known is not None:
-            self.outdated = Progress(known.attempt, self.uploads, self.stored, self.pins)
-            self.uploads, self.stored, self.pins, self.is_committed = {}, set(), [], False
+            self.outdated = Progress(self.attempt, self.uploads, self.stored)
+            self.attempt, self.uploads, self.stored, self.is_committed = "", {}, set(), False
         os.ftruncate(self._fd, 0)
         first = ["transfer", _VERSION, head.direction, head.url, head.attempt, head.rank, head.source]
         self._append(first, durable=True)
@@ -204,10 +203,10 @@ class Journal:
         self.uploads.pop(key, None)
         self.stored.add(key)
 
-    def add_pin(self, key: str) -> None:
-        """Record a pin (``checkpoint.references.hold``) that is about to be put."""
-        self._append(["pin", key])
-        self.pins.append(key)
+    def begin_attempt(self, attempt: str) -> None:
+        """Record the attempt of a copy, before its first file is written."""
+        self._append(["attempt", attempt], durable=True)
+        self.attempt = attempt
 
     def add_committed(self) -> None:
         """Record that the checkpoint is committed in the journal's folder."""
@@ -250,8 +249,8 @@ class Journal:
                 self.stored.add(key)
             case ["committed"]:
                 self.is_committed = True
-            case ["pin", str(key)]:
-                self.pins.append(key)
+            case ["attempt", str(name)]:
+                self.attempt = name
 
 
 def _records(data: bytes) -> Iterator[tuple[list[Any], int]]:

@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from ..checkpoint.attempts import ATTEMPT_PREFIX, attempt_time, is_old, remove_attempt
+from ..checkpoint.attempts import ATTEMPT_PREFIX, attempt_time, has_expired, remove_attempt
 from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes, remove_files
-from ..checkpoint.references import (
-    ReferencesGoneError,
-    older_attempts,
-    protecting_references,
-    release,
-    settle,
-    unpin,
-)
+from ..checkpoint.sweep import FilesGoneError, admitted, missing_files, remove_files_of
+from ..engine.objects import OBJECTS, data_of, objects_beside
 from ..errors import CheckpointError, CheckpointNotFoundError, KeyExistsError, NotACheckpointError, StorageError
 from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
-from .copying import end_uploads, missing_files, protect
+from .copying import end_uploads
 from .journal import Journal, JournalHead, find_journals
 from .transfer import Stop, Transfer, TransferReport
 
@@ -50,8 +45,8 @@ def upload_files(
     """Upload the files that ``rank`` wrote. Raises as ``Transfer.run``."""
     rows = [row for row, writer in enumerate(manifest.files.rank.tolist()) if writer == rank]
     transfer = Transfer(
-        staging,
-        store,
+        data_of(staging, manifest),
+        data_of(store, manifest),
         manifest,
         rows=rows,
         journal=journal,
@@ -69,19 +64,18 @@ def commit_upload(
     data: bytes,
     *,
     admit: Callable[[], None] = lambda: None,
-    pins: Sequence[str] = (),
+    lock: threading.Lock | None = None,
 ) -> None:
-    """Write the manifest, and remove ``pins`` and the files of the checkpoint that it replaces. Raises as ``commit``.
+    """Write the manifest, and remove the files of the checkpoint that it replaces.
 
-    A checkpoint that was saved later is not replaced: ``KeyExistsError``. ``ReferencesGoneError`` if files to which the
-    checkpoint refers may be gone.
+    A checkpoint that was saved later is not replaced: ``KeyExistsError``. Otherwise raises as ``admitted``, whose
+    argument is ``lock``, and as ``commit``.
     """
-    with protecting_references(store, manifest):
+    with admitted(store, manifest, lock=lock, patience_s=store.deadline_s):
         replaced = commit(store, data, unless_after=manifest.created, admit=admit)
-    unpin(store, pins)
-    if replaced is not None:
+    if replaced is not None and not (lock is not None and replaced.is_shared):  # whose manager sweeps
         try:
-            release(store, replaced)
+            remove_files_of(store, replaced)
         except StorageError as error:
             _log.warning("%s: cannot remove the replaced checkpoint's files: %s", store.display_url, error)
 
@@ -96,12 +90,15 @@ def continue_upload(
     admit: Callable[[], None] = lambda: None,
     gives_up: bool = False,
     stop: Stop | None = None,
+    lock: threading.Lock | None = None,
 ) -> TransferReport | None:
     """Continue the upload that a journal of a rank describes.
 
     Commits the checkpoint if all files of all ranks are in the store then. If they are not, the last machine that
     completes its files will do it. The journal remains until the store has the checkpoint or a later one, and for 24
     hours after the save at most: so long, loads find the checkpoint in this folder, and nothing removes it there.
+
+    ``lock`` is as in ``commit_upload``.
 
     If this folder does not hold the checkpoint, another machine may have committed it: then the journal remains as
     well, unless ``gives_up``. If a later checkpoint has replaced it here or in the store, the upload is discarded.
@@ -117,10 +114,10 @@ def continue_upload(
         is_stored = stored is not None and stored.attempt == head.attempt
         if data is None or manifest is None:
             is_replaced = journal.is_committed or _is_later(_committed(staging), head) or _is_later(stored, head)
-            is_over = is_stored or is_replaced or gives_up or is_old(head.attempt)
+            is_over = is_stored or is_replaced or gives_up or has_expired(head.attempt)
             if not is_over:
                 _log.info("%s: another machine may have committed %s; its files are kept", staging.url, head.attempt)
-        elif not _was_removed(store, manifest, journal, head.rank):
+        elif has_expired(head.attempt) or not _was_removed(store, manifest, journal, head.rank):
             send = partial(
                 upload_files,
                 staging,
@@ -132,27 +129,25 @@ def continue_upload(
                 progress=progress,
                 stop=stop,
             )
-            protect(store, journal)
             report = send()
-            protect(store, journal)  # the upload may have taken longer than a pin protects
             try:
-                if missing_files(store, manifest):
-                    is_over = is_old(head.attempt) or not report.files or _is_later(stored, head)
+                gone = missing_files(store, manifest)
+                if gone.keys() & set(manifest.files.name):
+                    is_over = has_expired(head.attempt) or not report.files or _is_later(stored, head)
                 else:
-                    commit_upload(store, manifest, data, admit=admit, pins=journal.pins)
-                    if missing_files(store, manifest):
+                    commit_upload(store, manifest, data, admit=admit, lock=lock)
+                    if missing_files(store, manifest).keys() & set(manifest.files.name):
                         _log.warning("%s: another program has removed files; sending them again", store.display_url)
                         send()
-            except (KeyExistsError, ReferencesGoneError) as error:
+            except (KeyExistsError, FilesGoneError) as error:
                 _log.warning("%s is not uploaded: %s", staging.url, error)
                 report = None
         if is_over:
             if report is None and not is_stored:
-                end_uploads(store, journal)
-                remove_files(store, [key for key in journal.stored if key.startswith(ATTEMPT_PREFIX)])
-                if manifest is not None:
-                    settle(store, head.attempt, dict.fromkeys(older_attempts(manifest), ()), ())
-            unpin(store, journal.pins)
+                for place in (store, objects_beside(store)):  # without the manifest, it is unknown which
+                    if place is not None:
+                        end_uploads(place, journal)
+                        remove_files(place, [key for key in journal.stored if key.startswith(ATTEMPT_PREFIX)])
             journal.remove()
     remove_superseded(staging, head.attempt)
     return report
@@ -167,13 +162,12 @@ def _is_later(manifest: Manifest | None, head: JournalHead) -> bool:
 def _was_removed(store: StorageBackend, manifest: Manifest, journal: Journal, rank: int) -> bool:
     """Whether the store had committed the checkpoint, which was then removed there.
 
-    That is the case if all files of the rank were stored, and neither they nor a pin are left: the commit removes pins,
-    and until then they protect the files.
+    That is the case if all files of the rank were stored, and none of them is left: for a day, only a removal of the
+    checkpoint takes them.
     """
     own = {key for key, writer in zip(manifest.files.name, manifest.files.rank.tolist()) if writer == rank}
-    if not own or not own <= journal.stored or any(True for _ in store.list(f"{manifest.attempt}/")):
-        return False
-    return set(journal.pins).isdisjoint(store.list_children(""))
+    is_stored = bool(own) and own <= journal.stored
+    return is_stored and not any(True for _ in data_of(store, manifest).list(f"{manifest.attempt}/"))
 
 
 def _committed(store: StorageBackend) -> Manifest | None:
@@ -193,7 +187,8 @@ def remove_superseded(staging: LocalBackend, attempt: str) -> None:
     with suppress(CheckpointError, StorageError):
         if not is_pending(staging.url, attempt) and _manifest_of(staging, attempt) is None:
             above, name = os.path.split(staging.url)
-            remove_attempt(LocalBackend(above), f"{name}/{attempt}")  # and the folder, if nothing else is in it
+            for folder in (name, OBJECTS):  # which are removed as well, if nothing else is in them
+                remove_attempt(LocalBackend(above), f"{folder}/{attempt}")
 
 
 def _manifest_of(staging: LocalBackend, attempt: str) -> bytes | None:

@@ -107,7 +107,7 @@ class Transfer:
     """One transfer of the files ``rows`` of a checkpoint. ``run`` it once; ``stop`` it from any thread.
 
     Of an incremental checkpoint, the target gets complete files (``Manifest.flattened``), or with ``keeps_references``
-    those that the source has.
+    those that the source has. Both backends have the data files at their roots (``engine.objects.data_of``).
 
     Every byte is checked before it is sent. With a ``journal``, what the target has stored is not sent again by a later
     transfer. The manifest is not copied.
@@ -121,15 +121,17 @@ class Transfer:
         *,
         rows: Sequence[int],
         journal: Journal | None,
+        names: Sequence[str] | None = None,
         keeps_references: bool = False,
         window: int = WINDOW,
         rate_limit: float | None = None,
         progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """``rate_limit`` is in bytes per second; ``progress`` is called in another thread with stored bytes."""
+        """``names`` are those of the manifest's files at the target, if they differ. ``rate_limit`` is in bytes per
+        second; ``progress`` is called in another thread with stored bytes."""
         self._source, self._target, self._manifest, self._rows = source, target, manifest, rows
         self._journal, self._window, self._rate, self._progress = journal, window, rate_limit, progress
-        self._keeps_references = keeps_references
+        self._names, self._keeps_references = names or manifest.files.name, keeps_references
         self._sizes = (manifest if keeps_references else manifest.flattened()).files.size.tolist()
         self._report = TransferReport(len(rows), sum(self._sizes[row] for row in rows))
         self._open: list[_File] = []
@@ -224,7 +226,7 @@ class Transfer:
 
     async def _begin(self, row: int) -> _File | None:
         """Open a file; None if it is stored already."""
-        key, size = self._manifest.files.name[row], self._sizes[row]
+        key, size = self._names[row], self._sizes[row]
         journal = self._journal
         if journal is not None and key in journal.stored:
             if await self._call(self._is_stored, key, size):

@@ -102,7 +102,7 @@ def test_an_incremental_checkpoint_contains_exactly_the_saved_state(tmp_path: Pa
                 del payload["files"][column]
             del payload["references"]["size"], payload["frames"]["offset"]
         assert payloads[0] == payloads[1]
-    assert names(payloads[0]["references"]["name"]) == ["../step-1/attempt-golden-1/tree-00000.safetensors"]
+    assert names(payloads[0]["references"]["name"]) == ["attempt-golden-1/tree-00000.safetensors"]
 
 
 # -- damage --------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def _reference(name: str) -> Callable[[dict[str, Any]], None]:
 
 def _add_reference(document: dict[str, Any]) -> None:
     name, size = document["references"]["name"]["d"], numbers(document["references"]["size"])
-    document["references"] = {"name": {"n": 2, "d": name + b"../other/attempt-1/file\0"}, "size": _column(size * 2)}
+    document["references"] = {"name": {"n": 2, "d": name + b"attempt-1/file\0"}, "size": _column(size * 2)}
 
 
 def _repeat_reference(document: dict[str, Any]) -> None:
@@ -216,19 +216,19 @@ def _size(change: Callable[[int], int]) -> Callable[[dict[str, Any]], None]:
 _NAME = "is not a file of an older checkpoint"
 
 REFERENCES: dict[str, tuple[Callable[[dict[str, Any]], None], type[CheckpointError], str]] = {
-    "two steps up": (_reference("../../etc/attempt-1/file"), FormatError, _NAME),
-    "up and up": (_reference("../../attempt-1/file"), FormatError, _NAME),
-    "one step up, and nothing": (_reference("../attempt-1/file"), FormatError, _NAME),
-    "an empty folder": (_reference("..//attempt-1/file"), FormatError, _NAME),
-    "this folder": (_reference(".././attempt-1/file"), FormatError, _NAME),
-    "up in the middle": (_reference("../step-1/../file"), FormatError, _NAME),
-    "up at the end": (_reference("../step-1/attempt-1/.."), FormatError, _NAME),
-    "four components": (_reference("../step-1/attempt-1/a/file"), FormatError, _NAME),
+    "not shared": (lambda document: document.update(shared=False), FormatError, _NAME),
+    "up": (_reference("../attempt-1/file"), FormatError, _NAME),
+    "only up": (_reference("../file"), FormatError, _NAME),
+    "an empty folder": (_reference("/file"), FormatError, _NAME),
+    "this folder": (_reference("./file"), FormatError, _NAME),
+    "up in the middle": (_reference("attempt-1/../file"), FormatError, _NAME),
+    "up at the end": (_reference("attempt-1/.."), FormatError, _NAME),
+    "three components": (_reference("attempt-1/a/file"), FormatError, _NAME),
     "absolute": (_reference("/etc/passwd"), FormatError, _NAME),
     "a drive": (_reference("c:\\windows\\attempt-1/file"), FormatError, _NAME),
-    "a backslash": (_reference("../step\\1/attempt-1/file"), FormatError, _NAME),
-    "a line feed": (_reference("../step\n/attempt-1/file"), FormatError, _NAME),
-    "a long folder": (_reference(f"../{'x' * 256}/attempt-1/file"), FormatError, _NAME),
+    "a backslash": (_reference("attempt\\1/file"), FormatError, _NAME),
+    "a line feed": (_reference("attempt\n/file"), FormatError, _NAME),
+    "a long attempt": (_reference(f"{'x' * 256}/file"), FormatError, _NAME),
     "its own attempt": (_reference("attempt-golden-2/tree-00000.frames"), FormatError, _NAME),
     "one component": (_reference("file"), FormatError, _NAME),
     "no name": (_reference(""), FormatError, _NAME),

@@ -107,7 +107,7 @@ def test_an_incremental_checkpoint_loads_into_any_world_size(
         manifest = bcp.open(tmp_path / f"step-{step}").manifest
         assert bcp.open(tmp_path / f"step-{step}").verify().ok
         for row, reference in enumerate(manifest.references.name):
-            assert manifest.references.size[row] == os.path.getsize(tmp_path / f"step-{step}" / reference)
+            assert manifest.references.size[row] == os.path.getsize(tmp_path / "objects" / reference)
         assert {Path(name).name[:5] for name in manifest.references.name} >= {"model"}
         ranks = {Path(name).name.partition("-")[2][:5] for name in manifest.references.name}
         assert ranks == {"00000", "00001", "00002"}, "each rank refers to its own files"
@@ -162,11 +162,12 @@ def _fail_while_writing(rank: int, world_size: int, path: str) -> str:
     return "saved"
 
 
-def test_a_failed_save_leaves_no_pin(pool: RankPool, tmp_path: Path) -> None:
+def test_a_failed_save_leaves_nothing(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_save_rows, str(tmp_path / "step-1"), -1)
     assert pool.run(_fail_while_writing, str(tmp_path / "step-2")) == ["RankFailedError"] * 4
-    assert not [*tmp_path.rglob("pin-*")]
-    assert not [*(tmp_path / "step-2").rglob("*.*")]
+    (attempt,) = (tmp_path / "objects").iterdir()
+    assert attempt.name == bcp.open(tmp_path / "step-1").manifest.attempt
+    assert not (tmp_path / "step-2").exists()
 
 
 def _disagree(rank: int, world_size: int, path: str) -> str:
@@ -184,7 +185,12 @@ def test_all_ranks_must_pass_the_same_base(pool: RankPool, tmp_path: Path) -> No
 
 def _train_and_die(rank: int, world_size: int, root: str) -> None:
     def kill(name: str, event: str) -> None:
-        if rank == 0 and name == "save.commit" and event == "enter" and os.path.exists(f"{root}/step-3"):
+        if (
+            rank == 0
+            and name == "save.commit"
+            and event == "enter"
+            and os.path.exists(f"{root}/step-2/manifest.msgpack")
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
     telemetry.observe(kill)
@@ -204,13 +210,12 @@ def _go_on(rank: int, world_size: int, root: str) -> None:
             manager.save(step, {"model": _rows(0)}, force=True)
 
 
-def test_the_next_job_removes_the_pins_of_a_killed_one(pool: RankPool, tmp_path: Path) -> None:
+def test_the_next_job_removes_what_a_killed_one_has_left(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_train_and_die, str(tmp_path), expect_death={0: signal.SIGKILL})
-    pins = {path.name for path in tmp_path.rglob("pin-*")}
-    assert len(pins) == 2, "that of the second save, and that of the third, which was killed"
+    assert len([*(tmp_path / "objects").iterdir()]) == 3, "that of the third save, too, which was killed"
+    first = bcp.open(tmp_path / "step-1").manifest.attempt
     pool.run(_go_on, str(tmp_path))
-    assert {path.name for path in tmp_path.glob("*/manifest.msgpack")} == {"manifest.msgpack"}
-    (attempt,) = {bcp.open(path.parent).manifest.attempt for path in tmp_path.glob("*/manifest.msgpack")}
-    assert {path.name for path in tmp_path.rglob("pin-*")} == {f"pin-{attempt}"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-5"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["objects", "step-5"]
+    manifest = bcp.open(tmp_path / "step-5").manifest
+    assert {path.name for path in (tmp_path / "objects").iterdir()} == {first, manifest.attempt}
     assert bcp.open(tmp_path / "step-5").verify().ok

@@ -16,9 +16,9 @@ import pytest
 from typing_extensions import Buffer
 
 from bytecheckpoint.checkpoint.attempts import attempt_name, job_mark_of, new_attempt, new_attempt_id
+from bytecheckpoint.checkpoint.lease import LEASE_KEY, Lease, LeaseRecord
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.errors import KeyExistsError, RootInUseError, StateError, StorageError
-from bytecheckpoint.manager.lease import LEASE_KEY, Lease, LeaseRecord
 from bytecheckpoint.storage_backends import Conditions
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
@@ -149,7 +149,7 @@ def test_a_holder_that_misses_two_heartbeats_keeps_its_root(
             backend.put(LEASE_KEY, replace(record, beat=8).pack())
 
     clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep, strftime=time.strftime, gmtime=time.gmtime)
-    monkeypatch.setattr("bytecheckpoint.manager.lease.time", clock)
+    monkeypatch.setattr("bytecheckpoint.checkpoint.lease.time", clock)
     if keeps:
         with pytest.raises(RootInUseError, match="heartbeat number 8"):
             Lease.acquire(backend, HERE, interval_s=INTERVAL_S)

@@ -23,6 +23,7 @@ from torch import nn
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt_id
+from bytecheckpoint.checkpoint.lease import LEASE_KEY
 from bytecheckpoint.errors import (
     MismatchError,
     NoValidCheckpointError,
@@ -35,7 +36,6 @@ from bytecheckpoint.errors import (
     UsageError,
 )
 from bytecheckpoint.manager.housekeeping import Housekeeping
-from bytecheckpoint.manager.lease import LEASE_KEY
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.testing import time_limit
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,6 @@ from staging_faults import failing_uploads
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint import attempts
-from bytecheckpoint.checkpoint.references import pins_of
 from bytecheckpoint.cli import cli
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
 from bytecheckpoint.errors import StorageError
@@ -26,7 +25,6 @@ from bytecheckpoint.save import incremental
 from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
-from bytecheckpoint.transfer import staged
 from bytecheckpoint.transfer.journal import find_journals
 
 WAIT_S = time_limit(60)
@@ -35,7 +33,7 @@ SIZE = 1_500_000  # several chunks, and several parts
 
 @pytest.fixture(autouse=True)
 def _no_memory_of_other_tests() -> None:
-    default_session().engine.last_commit = None
+    default_session().engine.shared.last_commit = None
 
 
 def state(step: int) -> dict[str, Any]:
@@ -76,12 +74,12 @@ class Places:
             **saving(base="auto", **options),
         )
 
-    def pins(self, step: int) -> list[str]:
-        return pins_of(open_backend(self.path(step)).list_children(""))
+    def objects(self, step: int) -> Path:
+        """The files in the store that the save of this step wrote."""
+        return self.store / "objects" / bcp.open(self.location(step)).manifest.attempt
 
-    def unpin(self, step: int) -> None:
-        """What a clean-up does with pins that are older than a day."""
-        open_backend(self.path(step)).delete(self.pins(step))
+    def staged_objects(self, step: int) -> Path:
+        return self.staged(step).parent / "objects" / self.objects(step).name
 
 
 @pytest.fixture
@@ -104,17 +102,15 @@ def test_only_what_changed_is_staged_and_uploaded(places: Places, is_async: bool
     for step in (1, 2, 3):
         handle = places.save(step, async_save=is_async, options=bcp.SaveOptions(codec=codec))
         handle.uploaded(WAIT_S)
-    assert nbytes(places.path(1)) > SIZE
+    assert nbytes(places.objects(1)) > SIZE
     for step in (2, 3):
-        assert nbytes(places.path(step)) < 100_000
-        assert nbytes(places.staged(step)) < 100_000
+        assert nbytes(places.objects(step)) < 100_000
+        assert nbytes(places.staged_objects(step)) < 100_000
     assert bcp.open(places.path(3)).manifest.references.name == bcp.open(places.path(2)).manifest.references.name
     for step in (1, 2, 3):
         assert bcp.open(places.path(step)).verify().ok
         check(places.path(step), step)
         check(places.location(step), step)
-    assert len(places.pins(1)) == 2
-    assert not places.pins(2)
 
 
 def test_the_base_is_read_once(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,21 +140,13 @@ def test_a_committed_checkpoint_that_is_not_uploaded_loads(places: Places) -> No
 
 
 @pytest.mark.parametrize("at", ["transfer", "commit"])
-@pytest.mark.parametrize("is_unpinned", [False, True])
-def test_a_failed_upload_is_continued(places: Places, at: str, is_unpinned: bool) -> None:
+def test_a_failed_upload_is_continued(places: Places, at: str) -> None:
     places.save(1).uploaded(WAIT_S)
     fail_upload(places, 2, at)
-    if is_unpinned:
-        places.unpin(1)
-    else:
-        remove(places.path(1))  # the pin of the save keeps its files
+    shutil.rmtree(places.path(1))  # which takes nothing from others
     (upload,) = unfinished_uploads(str(places.staging))
     assert finish_upload(upload).files == 3
     assert not [*find_journals(places.staged(2))]
-    check(places.path(2), 2)
-    assert len(places.pins(1)) == 1
-    if is_unpinned:
-        remove(places.path(1))
     check(places.path(2), 2)
     remove(places.path(2))
     assert not [path for path in places.store.rglob("*") if path.is_file()]
@@ -167,84 +155,46 @@ def test_a_failed_upload_is_continued(places: Places, at: str, is_unpinned: bool
 def test_an_upload_whose_base_is_gone_is_given_up(places: Places, caplog: pytest.LogCaptureFixture) -> None:
     places.save(1).uploaded(WAIT_S)
     fail_upload(places, 2)
-    places.unpin(1)
     remove(places.path(1))
     with caplog.at_level(logging.WARNING, "bytecheckpoint.transfer"):
         done = CliRunner().invoke(cli, ["upload", str(places.staging)], catch_exceptions=False)
     assert done.output == f"{places.path(2)}: nothing was uploaded\n"
-    assert f"is not uploaded: {places.path(2)}: another program has removed step-1" in caplog.text
+    assert f"is not uploaded: {places.path(2)} is not committed: 1 of its files are missing" in caplog.text
     assert unfinished_uploads(str(places.staging)) == []
     assert not [path for path in places.store.rglob("*") if path.is_file()]
     assert bcp.latest(bcp.Location(places.store, tier=bcp.Tier(places.staging))) is None
+    default_session().engine.shared.last_commit = None
     assert places.save(3).result().bytes_written > SIZE
 
 
 def test_a_later_checkpoint_is_at_the_path(places: Places) -> None:
-    """The upload is discarded, and with it what it has pinned."""
+    """The upload is discarded."""
     places.save(1).uploaded(WAIT_S)
     fail_upload(places, 2)
     bcp.save(places.path(2), {"other": torch.ones(5)}, step=2)
-    assert len(places.pins(1)) == 1
     assert finish_upload(*unfinished_uploads(str(places.staging))) is None
-    assert places.pins(1) == []
-
-
-@pytest.mark.parametrize("how", ["it is killed", "a clean-up ends"])
-def test_pins_that_were_put_again(places: Places, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """They are there from the commit on, if the process ends then, or an earlier clean-up removes the first ones."""
-    places.save(1).uploaded(WAIT_S)
-    fail_upload(places, 2)
-    places.unpin(1)
-    original = staged.commit
-
-    def commit(*arguments: Any, **options: Any) -> Any:
-        replaced = original(*arguments, **options)
-        if how == "it is killed":
-            raise KeyboardInterrupt
-        open_backend(places.path(1)).delete([f"pin-{bcp.open(places.path(2)).manifest.attempt}"])
-        return replaced
-
-    monkeypatch.setattr(staged, "commit", commit)
-    with suppress(KeyboardInterrupt):
-        finish_upload(*unfinished_uploads(str(places.staging)))
-    assert places.pins(1) == [f"pin-{bcp.open(places.path(2)).manifest.attempt}"]
-    remove(places.path(1))
-    check(places.path(2), 2)
+    assert [path.name for path in (places.store / "objects").iterdir()] == [places.objects(1).name]
 
 
 def test_the_base_is_removed_during_the_upload(places: Places) -> None:
-    """The store never has a checkpoint that refers to files that are not there."""
+    """The store never has a checkpoint that refers to files that are not there, and the next save writes everything."""
     places.save(1).uploaded(WAIT_S)
 
     def observe(name: str, event: str) -> None:
         if (name, event) == ("upload.commit", "enter"):
-            places.unpin(1)
             remove(places.path(1))
 
     stop = telemetry.observe(observe)
     try:
-        with pytest.raises(StorageError, match="another program has removed step-1"):
+        with pytest.raises(StorageError, match="another program removed them"):
             places.save(2).uploaded(WAIT_S)
     finally:
         stop()
     assert not (places.path(2) / "manifest.msgpack").exists()
-    assert bcp.latest(places.store, allow_fresh=True) is None
-
-
-def test_a_failed_save_leaves_no_pin(places: Places) -> None:
-    places.save(1).uploaded(WAIT_S)
-
-    def observe(name: str, event: str) -> None:
-        if (name, event) == ("save.write", "enter"):
-            raise StorageError("the disk is full")
-
-    stop = telemetry.observe(observe)
-    try:
-        with pytest.raises(StorageError, match="the disk is full"):
-            places.save(2)
-    finally:
-        stop()
-    assert places.pins(1) == []
+    with pytest.raises(bcp.errors.NoValidCheckpointError):
+        bcp.latest(places.store)
+    places.save(3).uploaded(WAIT_S)
+    check(places.path(3), 3)
 
 
 def test_overwritten_in_place(places: Places) -> None:
@@ -272,9 +222,10 @@ def test_retention_in_both_tiers(places: Places) -> None:
         for step in range(1, 6):
             manager.save(step, state(step), force=True)
             manager.wait()
-    assert nbytes(places.store) < 1.1 * nbytes(places.path(1))
+    assert nbytes(places.store) < 1.1 * 4 * SIZE
     assert not (places.path(1) / "manifest.msgpack").exists()
-    assert [child.name for child in places.staged(1).parent.iterdir()] == ["step-5"]
+    assert sorted(child.name for child in places.staged(5).parent.iterdir()) == ["objects", "step-5"]
+    assert [child.name for child in places.staged_objects(5).parent.iterdir()] == [places.objects(5).name]
     for step in (4, 5):
         check(places.path(step), step)
         check(places.location(step), step)
@@ -291,7 +242,7 @@ def leave_an_upload(places: Places) -> None:
             manager.save(2, state(2), force=True)
             with pytest.raises(StorageError, match="the store is broken"):
                 manager.wait()
-    default_session().engine.last_commit = None
+    default_session().engine.shared.last_commit = None
 
 
 def test_the_next_job_continues_the_upload(places: Places) -> None:
@@ -305,8 +256,7 @@ def test_the_next_job_continues_the_upload(places: Places) -> None:
         manager.save(3, state(3), force=True)
         manager.wait()
     check(places.path(3), 3)
-    assert nbytes(places.path(3)) < 100_000
-    assert {path.name for path in places.store.iterdir()} - {"lease.msgpack"} <= {"step-1", "step-3"}
+    assert {path.name for path in places.store.iterdir()} - {"lease.msgpack"} == {"objects", "step-3"}
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -314,7 +264,7 @@ def test_the_next_job_continues_the_upload(places: Places) -> None:
 def test_another_job_cleans_up_before_the_upload_is_continued(
     places: Places, monkeypatch: pytest.MonkeyPatch, is_removed: bool, is_late: bool
 ) -> None:
-    """It keeps the older files for a day. After that, they are there only if the older checkpoint is."""
+    """It is on another machine, which knows of no upload. It keeps what is uploaded of it for a day."""
     leave_an_upload(places)
     if is_late:
         later = time.time() + 25 * 3600
@@ -323,17 +273,11 @@ def test_another_job_cleans_up_before_the_upload_is_continued(
         manager.save(3, {"other": torch.ones(5)}, force=True)
     assert (places.path(1) / "manifest.msgpack").exists() != is_removed
     report = finish_upload(*unfinished_uploads(str(places.staging)))
-    if is_removed and is_late:
-        assert report is None
+    assert (report is None) == (is_removed and is_late)
+    if report is None:
         assert not (places.path(2) / "manifest.msgpack").exists()
-        assert not (places.path(1)).exists()
     else:
-        assert report is not None
         check(places.path(2), 2)
-        assert places.pins(1) == [f"pin-{bcp.open(places.path(2)).manifest.attempt}"]
-        remove(places.path(2))
-        assert places.path(1).exists() != is_removed
-    assert not [*places.path(1).glob("pin-*")]
 
 
 @pytest.mark.s3

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt_id
+from bytecheckpoint.checkpoint.lease import LeaseRecord
 from bytecheckpoint.convert.copy import finish_upload, unfinished_uploads
 from bytecheckpoint.errors import BytecheckpointError, StorageError
-from bytecheckpoint.manager.lease import LeaseRecord
 from bytecheckpoint.save import commit
 from bytecheckpoint.storage_backends import StorageBackend
 from bytecheckpoint.testing import time_limit
@@ -397,12 +397,15 @@ def test_a_killed_job(tmp_path: Path, point: str, event: str, base: str | None) 
     if point.startswith("upload"):
         assert _stored(root)[-2:] == ["step-1", "step-2"]
     if base is not None:
-        references = [bcp.open(f"{_store(root)}/step-{step}").manifest.references.name for step in (1, 2)]
-        assert all("step-0" in name for names in references for name in names)
-        assert all(references)
+        first, second, third = (bcp.open(f"{_store(root)}/step-{step}").manifest for step in (0, 1, 2))
+        assert second.references.name
+        assert all(name.startswith(first.attempt) for name in second.references.name)
+        assert third.references.name == [], "the new job does not know what is in the store before it saves"
     for rank in range(2):
         assert _staged(root, rank) == ["step-2"]
-        assert _names(_folder(root, rank, "")) == {"step-2"}
+        assert _names(_folder(root, rank, "")) == ({"step-2"} if base is None else {"step-2", "objects"})
+        attempts = {path.parent.name for path in _folder(root, rank, "objects").rglob("*") if path.is_file()}
+        assert attempts == (set() if base is None else {third.attempt})
 
 
 def _save_without_adopting(rank: int, world_size: int, root: str, how: str) -> str:

@@ -18,8 +18,8 @@ from crash_job import Job, new_job
 from crash_state import NEW, NEXT, PREVIOUS, empty_state, new_state, value_of
 from leak_watch import held_now, left_since
 
+from bytecheckpoint.checkpoint.lease import LEASE_KEY
 from bytecheckpoint.errors import BytecheckpointError, CommitUnknownError, DeadlineError, RankFailedError
-from bytecheckpoint.manager.lease import LEASE_KEY
 from bytecheckpoint.storage_backends.keys import TEMPORARY_PREFIX
 from bytecheckpoint.testing import time_limit
 

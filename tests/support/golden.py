@@ -445,7 +445,7 @@ def write_incremental(folder: Path) -> None:
             manifest.created = CREATED
             (path / "manifest.msgpack").write_bytes(encode(manifest))
             engine = checkpointer._session.engine
-            engine.last_commit = None
+            engine.shared.last_commit = None
             engine.plans = type(engine.plans)()  # a new plan names its attempt
 
 

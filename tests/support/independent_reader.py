@@ -60,12 +60,16 @@ def checksums(column: bytes) -> list[bytes]:
     return [column[at : at + 16] for at in range(0, len(column), 16)]
 
 
+def data_of(root: Path, document: dict[str, Any]) -> Path:
+    return root.parent / "objects" if document["shared"] else root
+
+
 def data_areas(root: Path, document: dict[str, Any]) -> list[bytes]:
     """Return the decoded data of every file, and check every frame."""
     files, tensors, shards = document["files"], document["tensors"], document["shards"]
     areas = []
     for name, head_length, size in zip(names(files["name"]), numbers(files["head_length"]), numbers(files["size"])):
-        content = (root / name).read_bytes()
+        content = (data_of(root, document) / name).read_bytes()
         assert len(content) == size
         areas.append(content[head_length:])
     ndim, counts = numbers(tensors["ndim"]), numbers(tensors["shards"])
@@ -79,7 +83,7 @@ def data_areas(root: Path, document: dict[str, Any]) -> list[bytes]:
     for file, codec in enumerate(choices(files["codec"])):
         if codec == "raw":
             continue
-        head = (root / names(files["name"])[file]).read_bytes()[:8]
+        head = (data_of(root, document) / names(files["name"])[file]).read_bytes()[:8]
         assert head == b"bcp\xffenc1"
         stored, data = areas[file], b""
         step = numbers(files["chunk_size"])[file]
@@ -89,7 +93,7 @@ def data_areas(root: Path, document: dict[str, Any]) -> list[bytes]:
                 length, source = rows.pop(0)
                 if source:
                     begin = offsets.pop(0)
-                    frame = (root / references[source - 1]).read_bytes()[begin : begin + length]
+                    frame = (data_of(root, document) / references[source - 1]).read_bytes()[begin : begin + length]
                 else:
                     frame, stored = stored[:length], stored[length:]
                 if length < min(step, nbytes[row] - at):
@@ -164,7 +168,7 @@ def read_values(root: Path, rank: int, *, containers: bool = False) -> dict[str,
     for row, (name, section, writer, kind) in enumerate(rows):
         if kind == "tensors" or (kind == "rank_values" and writer != rank):
             continue
-        data = (root / name).read_bytes()
+        data = (data_of(root, document) / name).read_bytes()
         assert len(data) == numbers(files["size"])[row] == numbers(files["head_length"])[row]
         assert xxhash.xxh3_128_digest(data) == checksums(files["head_checksum"])[row]
         if kind == "companion":

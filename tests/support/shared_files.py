@@ -8,7 +8,6 @@ In the end, a new job removes everything that no committed checkpoint refers to.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 import uuid
@@ -25,13 +24,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sorted_arguments import save_in_job
 
 import bytecheckpoint as bcp
-from bytecheckpoint.checkpoint import attempts
+from bytecheckpoint.checkpoint import attempts, sweep
+from bytecheckpoint.checkpoint.lease import LEASE_KEY
 from bytecheckpoint.convert.copy import remove
+from bytecheckpoint.engine.objects import OBJECTS, files_of
 from bytecheckpoint.engine.writing import FileWriter
-from bytecheckpoint.errors import KeyNotFoundError, NotACheckpointError
-from bytecheckpoint.format.manifest import MANIFEST_KEY, decode, split_reference
+from bytecheckpoint.errors import CheckpointNotFoundError, KeyNotFoundError
+from bytecheckpoint.format.manifest import MANIFEST_KEY, decode
 from bytecheckpoint.manager.housekeeping import Committed, expendable
-from bytecheckpoint.manager.lease import LEASE_KEY
 from bytecheckpoint.save.commit import SaveCommit
 from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import registry
@@ -41,7 +41,7 @@ from bytecheckpoint.testing import FaultRule, FaultyBackend
 
 __all__ = ["CHANGES", "CHUNK", "GRACE_S", "OPERATIONS", "STEPS", "Crash", "Saved", "SharedFiles", "check", "number_at"]
 
-GRACE_S = 24 * 3600.0  # after which the pins and attempts of others count as left behind
+GRACE_S = 24 * 3600.0  # after which the attempts of others count as left behind
 STEPS = st.integers(1, 4)
 NAMES = ("frozen", "slow", "fast")
 CHANGES = st.sets(st.tuples(st.sampled_from(NAMES), st.integers(0, 3)), max_size=4)  # a tensor, and one of its chunks
@@ -109,7 +109,7 @@ class Saved(NamedTuple):
 class SharedFiles(RuleBasedStateMachine):
     """``seen`` maps names below the root to what is committed there.
 
-    ``passed_s`` is how far the clock of attempts and pins is ahead.
+    ``passed_s`` is how far the clock of attempts is ahead.
     """
 
     def __init__(self) -> None:
@@ -132,6 +132,7 @@ class SharedFiles(RuleBasedStateMachine):
 
         clock = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + self.passed_s})
         self.patches.enter_context(mock.patch.object(attempts, "time", clock))
+        self.patches.enter_context(mock.patch.object(sweep, "_PATIENCE_S", 0.0))  # all of it is in one thread
         self.patches.enter_context(mock.patch.object(registry, "_open", wrapped))
         _log.setLevel(logging.CRITICAL)  # many saves fail on purpose
         self._begin_process()
@@ -145,9 +146,8 @@ class SharedFiles(RuleBasedStateMachine):
             MemoryBackend.delete_store(self.store)
 
     def _begin_process(self) -> None:
-        """Forget what a process has in memory. Its attempts are those of a new job."""
-        default_session().engine.last_commit = None
-        self.job = secrets.token_bytes(4)
+        """Forget what a process has in memory, and release what it held."""
+        default_session().engine.shared.last_commit = None
         self.raw.delete([LEASE_KEY])
 
     def _change(self, changes: set[tuple[str, int]]) -> None:
@@ -165,7 +165,7 @@ class SharedFiles(RuleBasedStateMachine):
             metadata={"metrics": {"n": self.number}},
             base=base,
             chunk_size=CHUNK,
-            job=self.job,
+            deadline_s=20,
         ).result()
 
     def _committed(self, name: str) -> None:
@@ -210,7 +210,7 @@ class SharedFiles(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.seen)))
         remove(f"{self.root}/{name}")
         self._gone(name)
-        with pytest.raises((NotACheckpointError, FileNotFoundError)):
+        with pytest.raises(CheckpointNotFoundError):
             bcp.open(f"{self.root}/{name}")
 
     @precondition(lambda self: self.seen)
@@ -303,7 +303,7 @@ class SharedFiles(RuleBasedStateMachine):
             manager.save(9, {"tree": dict(self.tensors)}, force=True, metrics={"n": self.number})
         self._committed("step-9")
         self.every_checkpoint_loads()
-        needed, pins = set(), set()
+        needed = set()
         keys = {stat.key for stat in self.raw.list()}
         for key in keys:
             name, _, rest = key.partition("/")
@@ -311,14 +311,9 @@ class SharedFiles(RuleBasedStateMachine):
                 continue
             assert name in self.seen
             manifest = decode(self.raw.get(key))
-            needed |= {key, *(f"{name}/{file}" for file in manifest.files.name)}
-            for reference in manifest.references.name:
-                folder, file = split_reference(reference)
-                needed.add(f"{folder or name}/{file}")
-                if folder:
-                    pins.add(f"{folder}/pin-{manifest.attempt}")
-        assert pins <= keys
-        assert keys - pins == needed
+            folder = OBJECTS if manifest.is_shared else name
+            needed |= {key, *(f"{folder}/{file}" for file in files_of(manifest))}
+        assert keys == needed
 
 
 def number_at(backend: StorageBackend, name: str = "") -> int | None:

@@ -19,18 +19,18 @@ import xxhash
 from sorted_arguments import saving
 
 import bytecheckpoint as bcp
-from bytecheckpoint.checkpoint import attempts, references
+from bytecheckpoint.checkpoint import attempts
 from bytecheckpoint.convert.copy import copy, remove, unfinished_uploads
 from bytecheckpoint.errors import CommitUnknownError, CorruptionError, KeyExistsError, StorageError, UsageError
-from bytecheckpoint.storage_backends import ObjectWriter, StorageBackend, base, open_backend
+from bytecheckpoint.storage_backends import ObjectWriter, base, open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing.faults import Call, CountingBackend, FaultRule, FaultyBackend
-from bytecheckpoint.transfer import copying
 from bytecheckpoint.transfer import source as transfer_source
 from bytecheckpoint.transfer.copying import copy_checkpoint
 from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals
 from bytecheckpoint.transfer.transfer import Transfer, TransferReport
+from tests.support.killed_copies import contents
 
 SIZES = (100_003, 5, 300_001, 0, 4_000)
 PART = 256 << 10
@@ -57,10 +57,6 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def memory() -> MemoryBackend:
     return MemoryBackend(uuid.uuid4().hex)
-
-
-def contents(backend: StorageBackend) -> dict[str, bytes]:
-    return {stat.key: backend.get(stat.key) for stat in backend.list()}
 
 
 @pytest.mark.parametrize(
@@ -121,16 +117,16 @@ def test_damaged_bytes_are_not_sent(tmp_path: Path, memory: MemoryBackend, where
 
 def test_a_failed_copy_continues_with_the_next_file(source: Path, memory: MemoryBackend) -> None:
     manifest = bcp.open(str(source)).manifest
-    last = manifest.files.name[-1]
-    faulty = FaultyBackend(memory, [FaultRule("put_part", last, times=None, error=StorageError("broken"))])
+    last = Path(manifest.files.name[-1]).name
+    faulty = FaultyBackend(memory, [FaultRule("put_part", f"*/{last}", times=None, error=StorageError("broken"))])
     with pytest.raises(StorageError, match="broken"):
         copy_checkpoint(open_backend(source), faulty, window=1)
     keys = [stat.key for stat in memory.list()]
-    assert [key for key in keys if not key.startswith("pin-")] == sorted(manifest.files.name[:-1])
+    assert [Path(key).name for key in keys] == sorted(Path(name).name for name in manifest.files.name[:-1])
     assert [(one.path, one.url) for one in unfinished_uploads(str(source.parent))] == [(str(source), memory.url)]
     counting = CountingBackend(memory)
     report = copy_checkpoint(open_backend(source), counting)
-    assert {call.key for call in counting.matching("create")} == {last}
+    assert {Path(call.key).name for call in counting.matching("create")} == {last}
     assert report.sent == int(manifest.files.size[-1])
     assert contents(memory) == contents(open_backend(source))
     assert unfinished_uploads(str(source.parent)) == []
@@ -181,7 +177,7 @@ def test_another_checkpoint_is_committed_during_the_copy(source: Path, tmp_path:
 
     with pytest.raises(KeyExistsError, match="already holds a checkpoint"):
         copy_checkpoint(open_backend(source), Raced(memory))
-    assert contents(memory) == {"manifest.msgpack": other}
+    assert {stat.key: memory.get(stat.key) for stat in memory.list()} == {"manifest.msgpack": other}
 
 
 def _commit_first(root: Path) -> None:
@@ -237,55 +233,45 @@ def test_a_job_begins_after_a_copy_was_interrupted(
 
 @pytest.mark.parametrize("has_journal", [True, False])
 def test_a_copy_that_takes_longer_than_a_day(
-    source: Path, memory: MemoryBackend, monkeypatch: pytest.MonkeyPatch, has_journal: bool
+    of_a_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_journal: bool
 ) -> None:
-    """Its first pin is old then. What other programs clean up right before the commit is not removed."""
-    passed_s, run, commit = [0.0], Transfer.run, copying.commit
+    """A job that begins then takes it for one that was killed. What it removes is sent again."""
+    passed_s, run = [0.0], Transfer.run
     clock = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + passed_s[0]})
     monkeypatch.setattr(attempts, "time", clock)
 
     def run_for_a_day(transfer: Transfer) -> TransferReport:
         report = run(transfer)
-        passed_s[0] = 25 * 3600.0
+        if not passed_s[0]:
+            passed_s[0] = 25 * 3600.0
+            _commit_first(tmp_path / "new")
         return report
 
-    def commit_after_others(target: StorageBackend, data: bytes, **options: Any) -> Any:
-        attempt = bcp.open(source).manifest.attempt
-        assert not references.sweep(memory, [attempt], lambda one: False)
-        return commit(target, data, **options)
-
     monkeypatch.setattr(Transfer, "run", run_for_a_day)
-    monkeypatch.setattr(copying, "commit", commit_after_others)
-    from_backend = open_backend(source) if has_journal else CountingBackend(open_backend(source))
-    copy_checkpoint(from_backend, memory)
-    assert bcp.open(memory.url).verify().ok
-    assert references.pins_of(memory.list_children("")) == []
+    source, target = open_backend(of_a_job), LocalBackend(str(tmp_path / "new" / "step-7"))
+    (tmp_path / "file").touch()
+    copy_checkpoint(source, target, journals=None if has_journal else str(tmp_path / "file"))
+    assert "sending them again" in caplog.text
+    assert contents(target) == contents(source)
 
 
-def test_files_of_an_earlier_copy_that_other_checkpoints_need(tmp_path: Path, memory: MemoryBackend) -> None:
-    """A copy was committed without a reply, became the base of another checkpoint, and was removed."""
+def test_a_copy_shares_nothing(tmp_path: Path, memory: MemoryBackend) -> None:
+    """It is no base, and removing it takes nothing from others."""
     save(str(tmp_path / "source"), base="auto", chunk_size=10_000)
-    source, target = open_backend(tmp_path / "source"), open_backend(f"{memory.url}/runs/step-1")
-    lost = FaultRule("put", "manifest*", error=StorageError("lost"), after=True)
-    with pytest.raises(CommitUnknownError):
-        copy_checkpoint(source, FaultyBackend(target, [lost]))
+    target = open_backend(f"{memory.url}/runs/step-1")
+    copy_checkpoint(open_backend(tmp_path / "source"), target)
     save(f"{memory.url}/runs/step-2", base="auto", chunk_size=10_000)
-    assert bcp.open(f"{memory.url}/runs/step-2").manifest.references.name
+    assert bcp.open(f"{memory.url}/runs/step-2").manifest.references.name == []
     remove(target.url)
-    assert list(target.list("attempt-"))
-    save(source.url, seed=1)
-    assert len(list(find_journals(source.url))) == 1
-    copy_checkpoint(source, target)
-    assert bcp.open(target.url).verify().ok
+    assert not [*target.list()]
     assert bcp.open(f"{memory.url}/runs/step-2").verify().ok
 
 
 def test_the_copy_was_committed_without_a_reply(source: Path, memory: MemoryBackend) -> None:
-    """The next one removes the journal and the pin."""
+    """The next one removes the journal."""
     lost = FaultRule("put", "manifest*", error=StorageError("lost"), after=True)
     with pytest.raises(CommitUnknownError):
         copy_checkpoint(open_backend(source), FaultyBackend(memory, [lost]))
-    assert list(memory.list("pin-"))
     assert copy_checkpoint(open_backend(source), memory).sent == 0
     assert contents(memory) == contents(open_backend(source))
     assert list(find_journals(str(source))) == []
@@ -293,13 +279,13 @@ def test_the_copy_was_committed_without_a_reply(source: Path, memory: MemoryBack
 
 @pytest.mark.parametrize("moment", ["before", "during"])
 def test_a_damaged_source_and_an_undamaged_one(
-    source: Path, tmp_path: Path, memory: MemoryBackend, caplog: pytest.LogCaptureFixture, moment: str
+    source: Path, tmp_path: Path, memory: MemoryBackend, moment: str
 ) -> None:
     """A copy from another place was committed ``during`` the one that fails, or begun ``before``: it loses nothing."""
     good, damaged = open_backend(source), open_backend(tmp_path / "damaged")
     copy_checkpoint(good, damaged)
-    names = bcp.open(good.url).manifest.files.name
-    path = tmp_path / "damaged" / names[-1]
+    names = [Path(name).name for name in bcp.open(good.url).manifest.files.name]
+    (path,) = (tmp_path / "damaged").rglob(names[-1])
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -307,13 +293,14 @@ def test_a_damaged_source_and_an_undamaged_one(
         broken = FaultRule("put", "manifest*", error=StorageError("broken"), times=None)
         with pytest.raises(StorageError, match="broken"):
             copy_checkpoint(good, FaultyBackend(memory, [broken]))
-    rule = FaultRule("put_part", names[0], hook=lambda call: moment == "during" and copy_checkpoint(good, memory))
+    rule = FaultRule(
+        "put_part", f"*/{names[0]}", hook=lambda call: moment == "during" and copy_checkpoint(good, memory)
+    )
     with pytest.raises(CorruptionError):
         copy_checkpoint(damaged, FaultyBackend(memory, [rule]), window=1)
     assert rule.matched
     assert list(find_journals(damaged.url)) == []
     if moment == "before":
-        assert "remains, because another program may be writing there" in caplog.text
         assert copy_checkpoint(good, memory).sent == 0
     assert contents(memory) == contents(good)
 
@@ -349,9 +336,10 @@ def test_a_damaged_journal(source: Path, memory: MemoryBackend, damage: str) -> 
         data += struct.pack("<IQ", 1 << 31, 0)
     Path(path).write_bytes(data)
     copy_checkpoint(open_backend(source), memory)
-    # A pin of which no record is left remains until it is old.
-    found = {key: data for key, data in contents(memory).items() if not key.startswith("pin-")}
-    assert found == contents(open_backend(source))
+    # What an attempt has written of which no record is left remains until it is old.
+    manifest = bcp.open(memory.url).manifest
+    memory.delete([stat.key for stat in memory.list("attempt-") if not stat.key.startswith(f"{manifest.attempt}/")])
+    assert contents(memory) == contents(open_backend(source))
     assert list(find_journals(str(source))) == []
 
 
@@ -436,7 +424,7 @@ def test_the_journal_is_removed_with_the_checkpoint(source: Path, memory: Memory
     assert len(list(find_journals(str(source)))) == 1
     root = open_backend(source.parent)
     keys = [stat.key for stat in root.list()]
-    assert sorted(keys) == sorted(f"source/{key}" for key in contents(open_backend(source)))
+    assert sorted(keys) == sorted(f"source/{stat.key}" for stat in open_backend(source).list())
     root.delete(keys)
     assert list(source.parent.iterdir()) == []
 

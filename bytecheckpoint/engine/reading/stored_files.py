@@ -17,13 +17,14 @@ from ...errors import (
     UnsupportedVersionError,
 )
 from ...format.checksums import checksum_of
-from ...format.manifest import COMPANION, Manifest, split_reference
-from ...storage_backends import folder_name, open_sibling
+from ...format.manifest import COMPANION, Manifest
 from ...storage_backends.base import ObjectReader, StorageBackend
 
-__all__ = ["Fault", "OpenFiles", "StoredFiles", "read_stored_file", "source_after"]
+__all__ = ["Fault", "OpenFiles", "StoredFiles", "damaged_files", "read_stored_file", "source_after"]
 
 _log = logging.getLogger(__name__)
+
+_damaged: set[str] = set()
 
 Fault = Callable[[int, CorruptionError], None]
 """Called with the row of a shard and the fault in one of its chunks: raises the fault, or records it and returns.
@@ -72,7 +73,7 @@ def _read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, hea
                 raise _wrong_size(backend, key, found, size)
             backend.read_into(key, 0, head)
     except KeyNotFoundError as error:
-        raise _missing(backend, key, f"section {manifest.sections[int(files.section[row])].name}") from error
+        raise _missing(backend, manifest, key, f"section {manifest.sections[int(files.section[row])].name}") from error
     except StorageError as error:
         raise _unreadable(backend, key, size, f"its first {length} bytes", error) from error
     if len(head) != length:
@@ -90,12 +91,14 @@ def _read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, hea
 
 
 class StoredFiles:
-    """The data files of one checkpoint. Builds the errors that describe their faults. Thread-safe."""
+    """The data files of one checkpoint. Builds the errors that describe their faults. Thread-safe.
+
+    ``backend`` is where the data files are (``Index.data``).
+    """
 
     def __init__(self, backend: StorageBackend, manifest: Manifest) -> None:
         self.backend = backend
         self.manifest = manifest
-        self._sibling: dict[str, StorageBackend] = {"": backend}
 
     def codec(self, file: int) -> Codec:
         """Return the codec of an encoded file. Raises ``UnsupportedVersionError`` if it is not installed."""
@@ -131,7 +134,7 @@ class StoredFiles:
         """
         backend, key, size = self.holder(file, source)
         if isinstance(error, KeyNotFoundError):
-            return _missing_reference(backend, key, self) if source else _missing(backend, key, self._where(row))
+            return _missing(backend, self.manifest, key, self._where(row))
         what = f"bytes [{begin}, {end}) of {self._where(row)}"
         return _unreadable(backend, key, size, what, error)
 
@@ -144,10 +147,8 @@ class StoredFiles:
         """Return where a file or a reference is, and its size."""
         if not source:
             return self.backend, self.manifest.files.name[file], int(self.manifest.files.size[file])
-        folder, key = split_reference(self.manifest.references.name[source - 1])
-        if folder not in self._sibling:
-            self._sibling[folder] = open_sibling(self.backend, folder)
-        return self._sibling[folder], key, int(self.manifest.references.size[source - 1])
+        references = self.manifest.references
+        return self.backend, references.name[source - 1], int(references.size[source - 1])
 
     def check_size(self, opened: ObjectReader, file: int, on_fault: Fault, *, source: int = 0) -> None:
         """Call ``on_fault`` if the store has stated another size of a file or a reference than the manifest does."""
@@ -238,7 +239,16 @@ class OpenFiles:
             self._open.clear()
 
 
+def damaged_files() -> list[str]:
+    """Return the names of all data files that this process has found damaged or missing.
+
+    No two attempts have the same name, so these names identify the files, wherever they are.
+    """
+    return sorted(_damaged)
+
+
 def _corruption(backend: StorageBackend, key: str, problem: str) -> CorruptionError:
+    _damaged.add(key)
     return CorruptionError(f"{backend.url}/{key}: {problem}", key=key)
 
 
@@ -247,22 +257,15 @@ def _changed(backend: StorageBackend, key: str, problem: str) -> CorruptionError
     return _corruption(backend, key, f"{problem}: {advice}")
 
 
-def _missing(backend: StorageBackend, key: str, where: str) -> CorruptionError:
-    return _corruption(
-        backend,
-        key,
-        f"file is missing, but the manifest names it for {where}; it was deleted, not copied, or the checkpoint was "
-        f"overwritten during the read (then load again)",
-    )
-
-
-def _missing_reference(backend: StorageBackend, key: str, source: StoredFiles) -> CorruptionError:
-    return _corruption(
-        backend,
-        key,
-        f"file is missing, but the incremental checkpoint {source.backend.url} refers to it. Move or copy "
-        f"{folder_name(source.backend)} together with {folder_name(backend)}, or make a full copy with bcp copy",
-    )
+def _missing(backend: StorageBackend, manifest: Manifest, key: str, where: str) -> CorruptionError:
+    if manifest.is_shared:
+        advice = (
+            "the incremental checkpoint shares it with others of its root: only bcp copy moves it out of there, or "
+            "copy the root as a whole"
+        )
+    else:
+        advice = "it was deleted, not copied, or the checkpoint was overwritten during the read (then load again)"
+    return _corruption(backend, key, f"file is missing, but the manifest names it for {where}; {advice}")
 
 
 def _wrong_size(backend: StorageBackend, key: str, found: int, size: int) -> CorruptionError:

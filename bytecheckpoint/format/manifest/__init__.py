@@ -11,13 +11,11 @@ from .envelope import FORMAT_VERSION, MANIFEST_KEY, MANIFEST_TRAILER, MAX_MANIFE
 from .files import (
     COMPANION,
     MAX_ENCODED_CHUNK,
-    PARENT,
     FileTable,
     FrameTable,
     ReferenceTable,
     encoded_head,
     is_encoded,
-    split_reference,
 )
 from .payload import pack_metadata, pack_payload, unpack_payload
 from .validation import validate, validate_foreign
@@ -29,7 +27,6 @@ __all__ = [
     "MANIFEST_TRAILER",
     "MAX_ENCODED_CHUNK",
     "MAX_MANIFEST_BYTES",
-    "PARENT",
     "START",
     "FileTable",
     "FrameTable",
@@ -42,7 +39,6 @@ __all__ = [
     "is_encoded",
     "pack_metadata",
     "pack_payload",
-    "split_reference",
     "timestamp",
     "unpack_payload",
     "validate",

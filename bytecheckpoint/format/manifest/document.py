@@ -39,8 +39,8 @@ class Manifest:
     user's plain values. ``tensors`` are sorted by full name; ``scope`` is -1 for a tensor of the whole job, else the
     rank that alone has it. ``shards`` are sorted by (tensor, offsets); ``shard_offset`` counts bytes from the data
     start of file ``shard_file``, as if it were not encoded. ``checksums`` are those of all shards' chunks, in shard
-    order. ``aliases`` are pairs of full names (alias, tensor that stores its bytes), sorted. Other checkpoints may
-    refer to the files if ``is_shared``.
+    order. ``aliases`` are pairs of full names (alias, tensor that stores its bytes), sorted. If ``is_shared``, the
+    files are objects of the root, to which its other checkpoints may refer.
     """
 
     library_version: str
@@ -203,10 +203,10 @@ class Manifest:
         return found
 
     def flattened(self) -> Manifest:
-        """Return the manifest of a full copy, whose files have all frames themselves."""
+        """Return the manifest of a full copy, whose files have all frames themselves, in its own folder."""
         files, frames = self.files, self.files.frames
         if frames is None or not frames.references.name:
-            return self
+            return replace(self, is_shared=False) if self.is_shared else self
         length = np.where(is_encoded(files.codec), frames.sums(frames.length), files.size - files.head_length)
         own = FrameTable.build(
             files,
@@ -219,7 +219,7 @@ class Manifest:
             shard_offset=self.shard_offset,
             shard_nbytes=self.shard_nbytes,
         )
-        return replace(self, files=replace(files, size=files.head_length + length, frames=own))
+        return replace(self, is_shared=False, files=replace(files, size=files.head_length + length, frames=own))
 
     def tensor_row(self, name: str) -> int | None:
         """Return the row of the tensor with this full name; None if there is none (the name may be an alias)."""

@@ -20,13 +20,11 @@ __all__ = [
     "ENCODED_START",
     "FILE_KINDS",
     "MAX_ENCODED_CHUNK",
-    "PARENT",
     "FileTable",
     "FrameTable",
     "ReferenceTable",
     "encoded_head",
     "is_encoded",
-    "split_reference",
 ]
 
 COMPANION = "companion"
@@ -40,9 +38,6 @@ MAX_ENCODED_CHUNK = 16 << 20
 ENCODED_START = b"bcp\xffenc1"
 """The first bytes of an encoded file, in the place of a safetensors header length, which can never be that large."""
 
-PARENT = "../"
-"""The start of the name of a file in another folder with the same parent."""
-
 
 def encoded_head(head: bytes) -> bytes:
     """Return the head of an encoded file: ``head``, a safetensors header, with another start."""
@@ -52,14 +47,6 @@ def encoded_head(head: bytes) -> bytes:
 def is_encoded(codec: Sequence[str]) -> npt.NDArray[np.bool_]:
     """Return which of these codecs, one for each file, encode anything."""
     return np.array([name != "raw" for name in codec], bool)
-
-
-def split_reference(name: str) -> tuple[str, str]:
-    """Return the folder of a referenced file and its key there; no folder if it is the checkpoint's own."""
-    if not name.startswith(PARENT):
-        return "", name
-    folder, _, key = name.removeprefix(PARENT).partition("/")
-    return folder, key
 
 
 @dataclass(eq=False)
@@ -103,7 +90,7 @@ class ReferenceTable:
     """Files of older checkpoints that hold frames of this one.
 
     Attributes:
-        name: ``<older attempt>/<file>`` in the same folder, or ``../<folder>/<attempt>/<file>``.
+        name: ``<older attempt>/<file>``, next to the files of the checkpoint.
         size: Bytes of the whole file.
     """
 

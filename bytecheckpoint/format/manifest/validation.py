@@ -16,7 +16,7 @@ from ...errors import UnsupportedVersionError
 from ...tensors.dtypes import DTYPES
 from ...tensors.tables import Int64, ragged_positions
 from .document import Manifest
-from .files import FILE_KINDS, PARENT, is_encoded, split_reference
+from .files import FILE_KINDS, is_encoded
 from .tiling import check_tilings, reject, tensor_of_shard
 
 __all__ = ["MAX_NDIM", "validate", "validate_foreign"]
@@ -30,7 +30,6 @@ _SECTION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}")
 _ATTEMPT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,254}")
 _CODEC = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
-_FOLDER = re.compile(r"(?!\.\.?$)[^/\\\x00-\x1f\x7f]{1,255}")
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
 
@@ -141,7 +140,7 @@ def _check_codecs(manifest: Manifest) -> None:
 
 
 def _check_references(manifest: Manifest) -> None:
-    """Check the names of files of older checkpoints: that they are two or three plain components, and no others.
+    """Check the names of files of older checkpoints: that they are two plain components, like those of its own files.
 
     Every reference holds frames, and they are inside it.
     """
@@ -149,11 +148,10 @@ def _check_references(manifest: Manifest) -> None:
     if len(set(names)) != len(names) or len(size) != len(names):
         reject("a reference occurs twice, or its columns differ in length")
     for name in names:
-        folder, key = split_reference(name)
-        attempt, _, file = key.partition("/")
-        is_older = bool(_FOLDER.fullmatch(folder)) if name.startswith(PARENT) else attempt != manifest.attempt
+        attempt, _, file = name.partition("/")
+        is_older = manifest.is_shared and attempt != manifest.attempt
         if not (is_older and _ATTEMPT.fullmatch(attempt) and _FILE.fullmatch(file)):
-            reject(f"reference {name!r:.200} is not a file of an older checkpoint in this folder or a sibling")
+            reject(f"reference {name!r:.200} is not a file of an older checkpoint that shares its files")
     _check_column("size of reference", size, 0, _MAX_BYTES, names)
     frames = manifest.files.frames
     if frames is None:

@@ -155,7 +155,7 @@ def read_together(
     if messages is not None:
         with op.phase("plan"):
             received = [msgpack.unpackb(message) for message in messages]
-            answer = msgpack.packb(answer_offers(checkpoint.backend, manifest, received))
+            answer = msgpack.packb(answer_offers(checkpoint.index.data, manifest, received))
     agreed = msgpack.unpackb(op.broadcast("shares", answer), strict_map_key=False)
     with op.phase("read"):
         return run_reads(op, plan_reads(reader, [Part(*part) for part in parts], offer, agreed))

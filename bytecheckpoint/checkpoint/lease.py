@@ -20,25 +20,30 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import msgpack
 
-from ..checkpoint.attempts import JOB_MARK_BYTES
 from ..control.peers import PeerIdentity
 from ..errors import KeyChangedError, KeyExistsError, KeyNotFoundError, RootInUseError, StateError, StorageError
 from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
+from .attempts import JOB_MARK_BYTES
 
-__all__ = ["HEARTBEATS_PER_LEASE", "LEASE_KEY", "Lease", "LeaseRecord", "check_holder"]
+__all__ = ["HEARTBEATS_PER_LEASE", "LEASE_KEY", "Lease", "LeaseRecord", "check_holder", "hold_root", "is_held"]
 
 LEASE_KEY = "lease.msgpack"
 
 _MAX_BYTES = 1 << 16
 HEARTBEATS_PER_LEASE = 3
 _MAX_INTERVAL_S = 300.0
+_SHORT_INTERVAL_S = 1.0  # of a lease that is held for a few requests only
+_POLL_S = 0.05
 _MAX_TRIES = 16  # to acquire a lease that other jobs release at the same moments
+
+_open_here: set[bytes] = set()  # the jobs whose leases this process has acquired and not closed
 
 _log = logging.getLogger(__name__)
 
@@ -96,10 +101,12 @@ class Lease:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._lost: RootInUseError | None = None
+        _open_here.add(record.job)
         self._thread = Threads(1, thread_name_prefix="bcp-lease")
         try:
-            self._thread.submit(self._send_heartbeats)
+            self._heartbeat = self._thread.submit(self._send_heartbeats)
         except RuntimeError as error:
+            _open_here.discard(record.job)
             self._delete()
             raise StateError(f"the lease of {backend.display_url} needs a thread: {error}") from error
 
@@ -164,6 +171,7 @@ class Lease:
         """Release the lease. Never raises."""
         self._ended.set()
         self._thread.shutdown(wait=True)
+        _open_here.discard(self.job)
         self._delete()
 
     def _delete(self) -> None:
@@ -214,6 +222,33 @@ class Lease:
             )
 
 
+@contextmanager
+def hold_root(root: StorageBackend, *, patience_s: float) -> Iterator[None]:
+    """Hold the lease of a root during the block, for a few requests. Waits for others that do so ``patience_s`` long.
+
+    Raises ``RootInUseError`` if another job holds it, and ``StorageError``.
+    """
+    here, give_up = PeerIdentity.of_this_process(0), time.monotonic() + patience_s
+    while True:
+        try:
+            lease = Lease.acquire(root, here, interval_s=_SHORT_INTERVAL_S)
+            break
+        except RootInUseError:
+            if time.monotonic() >= give_up:
+                raise
+            time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        lease.close()
+
+
+def is_held(root: StorageBackend) -> bool:
+    """Return whether a job holds the lease of a root, unless it is known to have ended."""
+    found, _ = _read(root)
+    return found is not None and not _has_ended(PeerIdentity.of_this_process(0), found)
+
+
 def check_holder(backend: StorageBackend, job: bytes) -> None:
     """Raise ``RootInUseError`` if another job than ``job`` holds the lease. For ranks that do not hold one."""
     found, _ = _read(backend)
@@ -224,9 +259,11 @@ def check_holder(backend: StorageBackend, job: bytes) -> None:
 def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord) -> bool:
     """Return whether the holder has ended; False if the lease was released in between."""
     here = own.holder
-    if found.precedes(own) or (here.can_observe(found.holder) and found.holder.has_ended()):
+    if found.precedes(own) or _has_ended(here, found):
         _log.info("%s: %s has ended; its lease is taken over", backend.display_url, found)
         return True
+    if _is_same_process(here, found.holder):
+        raise _in_use(backend, found, here)
     _log.info("%s: waiting for a heartbeat of %s", backend.display_url, found)
     give_up = time.monotonic() + HEARTBEATS_PER_LEASE * found.interval_s
     while time.monotonic() < give_up:
@@ -236,7 +273,7 @@ def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord) -> 
             return False
         if (latest.job, latest.beat) != (found.job, found.beat):
             raise _in_use(backend, latest, here)
-        if here.can_observe(found.holder) and found.holder.has_ended():
+        if _has_ended(here, found):
             return True
     _log.warning(
         "%s: %s sent no heartbeat for %g s; its lease is taken over",
@@ -248,8 +285,7 @@ def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord) -> 
 
 
 def _in_use(backend: StorageBackend, record: LeaseRecord, here: PeerIdentity) -> RootInUseError:
-    holder = record.holder
-    if here.can_observe(holder) and (here.pid, here.start_ticks) == (holder.pid, holder.start_ticks):
+    if _is_same_process(here, record.holder):
         return RootInUseError(
             f"this process already has a CheckpointManager open on {backend.url}: close that one first "
             f"(manager.close(), or a with block), or keep using it"
@@ -258,6 +294,17 @@ def _in_use(backend: StorageBackend, record: LeaseRecord, here: PeerIdentity) ->
         f"{backend.url} is in use by {record}. Two jobs must not save below one root: stop that job, or use another "
         f"root for this one"
     )
+
+
+def _has_ended(here: PeerIdentity, found: LeaseRecord) -> bool:
+    """Whether the holder has certainly ended, although it could not release its lease."""
+    if _is_same_process(here, found.holder):
+        return found.job not in _open_here
+    return here.can_observe(found.holder) and found.holder.has_ended()
+
+
+def _is_same_process(here: PeerIdentity, other: PeerIdentity) -> bool:
+    return here.can_observe(other) and (here.pid, here.start_ticks) == (other.pid, other.start_ticks)
 
 
 def _read(backend: StorageBackend) -> tuple[LeaseRecord | None, str]:

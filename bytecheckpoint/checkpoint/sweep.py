@@ -1,0 +1,208 @@
+"""The files that the incremental checkpoints of a root share, and the removal of those that none of them needs.
+
+    <root>/objects/<attempt>/<file>        written by an incremental save, and never changed
+    <root>/<checkpoint>/manifest.msgpack   names files in objects/<any attempt>/
+
+A checkpoint consists of its manifest and what the manifest names. Nothing else states what is needed: removing a
+checkpoint removes its manifest, by whatever hand, and a *sweep* lists the objects, reads all manifests of the root, and
+deletes what no manifest names.
+
+**No committed checkpoint lacks a file because of a sweep.** Whoever commits such a manifest, and whoever sweeps, holds
+the lease of the root meanwhile (``checkpoint.lease``), and a process does one of them at a time. Under the lease, a
+save checks right before its commit that every file that it names is there with its size. So a manifest that is
+committed before a sweep is read by it; one that is committed after it names only files that are there after the sweep.
+
+What a running save has written, or will refer to, is left to it for two reasons: the process that sweeps knows its own
+saves (``SharedSaves``), and no other job that holds the lease is alive. Files of saves without a manager, and of
+uploads, may belong to running ones until they are 24 hours old. Should a sweep be wrong about that, the save finds that
+a file is missing, and commits nothing.
+
+A sweep that cannot read a manifest removes nothing: it does not know what is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+from ..engine.objects import OBJECTS, attempts_of, data_of, files_of
+from ..errors import CheckpointError, KeyNotFoundError, RootInUseError, StorageError
+from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest
+from ..runtime.threads import Threads
+from ..storage_backends import folder_name, join, open_like, parent_url
+from ..storage_backends.base import StorageBackend
+from ..storage_backends.local.backend import LocalBackend
+from .attempts import has_expired
+from .lease import hold_root
+from .manifest_file import decode_manifest
+
+__all__ = [
+    "FilesGoneError",
+    "Swept",
+    "admitted",
+    "missing_files",
+    "remove_checkpoint",
+    "remove_files_of",
+    "root_of",
+    "sweep",
+]
+
+_READERS = 8  # manifests that are read at the same time
+_PATIENCE_S = 10.0  # for others that commit or sweep
+
+_log = logging.getLogger(__name__)
+
+
+class FilesGoneError(StorageError):
+    """Files of a checkpoint that is not committed yet were removed."""
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep did: the ``files`` and bytes (``size``) that it removed, or ``problem``, why it removed nothing."""
+
+    files: int = 0
+    size: int = 0
+    problem: str = ""
+
+
+def root_of(checkpoint: StorageBackend) -> StorageBackend:
+    """Return the root that a checkpoint's folder is in, whose objects it shares."""
+    return open_like(checkpoint, parent_url(checkpoint))
+
+
+def missing_files(checkpoint: StorageBackend, manifest: Manifest) -> dict[str, int | None]:
+    """Return the names of the files of a checkpoint that are missing or truncated, with the size of what is there.
+
+    Lists the attempts that the manifest names, and reads nothing. Raises ``StorageError``.
+    """
+    data, expected, stored = data_of(checkpoint, manifest), files_of(manifest), dict[str, int]()
+    for attempt in attempts_of(manifest):
+        stored |= {stat.key: stat.size for stat in data.list(f"{attempt}/")}
+    return {name: stored.get(name) for name, size in expected.items() if stored.get(name) != size}
+
+
+@contextmanager
+def admitted(
+    checkpoint: StorageBackend, manifest: Manifest, *, lock: threading.Lock | None, patience_s: float
+) -> Iterator[None]:
+    """Let the block commit a manifest only if everything that it names is there.
+
+    For shared files, this holds ``lock``, that of the process (``SharedSaves``), if its job holds the lease of the
+    root; if it is None, the lease itself.
+
+    Raises ``FilesGoneError`` before the block, ``RootInUseError`` if another job holds the root, and ``StorageError``.
+    """
+    with (lock or hold_root(root_of(checkpoint), patience_s=patience_s)) if manifest.is_shared else nullcontext():
+        missing = sorted(missing_files(checkpoint, manifest))
+        if missing:
+            raise FilesGoneError(
+                f"{checkpoint.url} is not committed: {len(missing)} of its files are missing or truncated, such as "
+                f"{missing[0]}; another program removed them"
+            )
+        yield
+
+
+def remove_checkpoint(checkpoint: StorageBackend, manifest: Manifest) -> Swept:
+    """Remove a checkpoint: its manifest first, so that no half of it is ever visible, and then what nothing else needs.
+
+    Returns what was removed of the files. Raises ``StorageError``; then files may remain.
+    """
+    _delete(checkpoint, [MANIFEST_KEY])
+    return remove_files_of(checkpoint, manifest)
+
+
+def remove_files_of(checkpoint: StorageBackend, manifest: Manifest) -> Swept:
+    """Remove the files that a removed or replaced manifest named and that no checkpoint needs. Raises ``StorageError``.
+
+    If another job holds the root, it sweeps later.
+    """
+    if not manifest.is_shared:
+        _delete(checkpoint, manifest.files.name)
+        return Swept(len(manifest.files), manifest.file_bytes)
+    root = root_of(checkpoint)
+    try:
+        with hold_root(root, patience_s=_PATIENCE_S):
+            return sweep(root, ended=attempts_of(manifest))
+    except RootInUseError as error:
+        return Swept(problem=str(error))
+
+
+def sweep(
+    root: StorageBackend,
+    *,
+    ended: Collection[str] = (),
+    has_ended: Callable[[str], bool] = lambda attempt: False,
+    needed: Collection[str] = (),
+) -> Swept:
+    """Remove the objects that no checkpoint of the root needs. The caller holds the lease of the root.
+
+    Args:
+        root: The folder of the checkpoints.
+        ended: Attempts whose saves have certainly ended.
+        has_ended: Whether that of another attempt has; those that are older than 24 hours have anyway.
+        needed: Names of objects that the caller knows to be needed.
+
+    Raises:
+        StorageError: The store failed. Objects may remain.
+    """
+    try:
+        stored = {stat.key.removeprefix(f"{OBJECTS}/"): stat.size for stat in root.list(f"{OBJECTS}/")}
+        if not stored:
+            return Swept()
+        manifests = _manifests(root)
+    except (CheckpointError, StorageError) as error:
+        _log.warning("%s: nothing is removed, because it is unknown what is needed: %s", root.display_url, error)
+        return Swept(problem=str(error))
+    named = {*needed}.union(*map(files_of, manifests))
+    over = {*ended}.union(*map(attempts_of, manifests))
+
+    def is_over(attempt: str) -> bool:
+        return attempt in over or has_ended(attempt) or has_expired(attempt)
+
+    attempts = {attempt for attempt in {key.partition("/")[0] for key in stored} if is_over(attempt)}
+    unneeded = sorted(key for key in stored if key not in named and key.partition("/")[0] in attempts)
+    root.delete([f"{OBJECTS}/{key}" for key in unneeded])
+    if unneeded:
+        _log.info("%s: removed %d objects that no checkpoint needs", root.display_url, len(unneeded))
+    return Swept(len(unneeded), sum(stored[key] for key in unneeded))
+
+
+def _manifests(root: StorageBackend) -> list[Manifest]:
+    """Return the manifests in the folders of a root whose files are its objects.
+
+    Raises ``CheckpointError`` if one cannot be read.
+    """
+    with Threads(_READERS, thread_name_prefix="bcp-sweep") as threads:
+        found = [*threads.map(partial(_manifest_in, root), _folders(root))]
+    return [manifest for manifest in found if manifest is not None and manifest.is_shared]
+
+
+def _folders(root: StorageBackend) -> list[str]:
+    """Return the folders of a root. Links count as well: the folder of a checkpoint may have been moved away."""
+    if isinstance(root, LocalBackend):
+        with os.scandir(root.url) as entries:
+            return [entry.name for entry in entries if entry.name != OBJECTS and entry.is_dir()]
+    return [child[:-1] for child in root.list_children("") if child.endswith("/") and child != f"{OBJECTS}/"]
+
+
+def _manifest_in(root: StorageBackend, name: str) -> Manifest | None:
+    folder = open_like(root, join(root.url, name))
+    try:
+        return decode_manifest(folder.get(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES), folder.url)
+    except KeyNotFoundError:
+        return None
+
+
+def _delete(folder: StorageBackend, keys: Sequence[str]) -> None:
+    """Delete through the parent, so that a store with directories also removes the folder when it is empty."""
+    parent, name = parent_url(folder), folder_name(folder)
+    if parent:
+        open_like(folder, parent).delete([f"{name}/{key}" for key in keys])
+    else:
+        folder.delete(keys)

@@ -1,0 +1,398 @@
+"""What happens to the objects of a root: other programs remove, move and damage them, stores fail, and space is short.
+
+``checkpoint.sweep`` states why no committed checkpoint lacks a file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sorted_arguments import saving
+
+import bytecheckpoint as bcp
+from bytecheckpoint import telemetry
+from bytecheckpoint.checkpoint.lease import LEASE_KEY, hold_root
+from bytecheckpoint.convert.copy import remove
+from bytecheckpoint.engine.objects import OBJECTS
+from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError
+from bytecheckpoint.format.manifest import MANIFEST_KEY
+from bytecheckpoint.session import default_session
+from bytecheckpoint.storage_backends import open_backend, registry
+from bytecheckpoint.storage_backends.base import StorageBackend
+from bytecheckpoint.testing import FaultRule, FaultyBackend, time_limit
+from bytecheckpoint.testing.faults import Call
+
+WAIT_S = time_limit(60)
+CHUNK = 1024
+FULL = 64 * CHUNK
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_of_other_tests() -> None:
+    default_session().engine.shared.last_commit = None
+
+
+def tensor() -> torch.Tensor:
+    return torch.arange(FULL // 8)
+
+
+def save(path: Path | str, value: torch.Tensor, **options: Any) -> bcp.SaveResult:
+    return bcp.save(path, {"tree": {"t": value}}, **saving(**{"base": "auto", "chunk_size": CHUNK, **options})).result()
+
+
+def check(path: Path | str, value: torch.Tensor) -> None:
+    assert bcp.open(path).verify().problems == ()
+    assert torch.equal(bcp.open(path)["tree.t"].load(), value)
+
+
+def references(path: Path | str) -> list[str]:
+    return bcp.open(path).manifest.references.name
+
+
+def objects(root: Path) -> set[str]:
+    return {path.parent.name for path in (root / OBJECTS).glob("*/*")}
+
+
+@contextmanager
+def during(event: str, action: Callable[[], object]) -> Iterator[None]:
+    """Run ``action`` once, when a save enters this step."""
+    pending = [action]
+
+    def observe(name: str, what: str) -> None:
+        if name == event and what == "enter" and pending:
+            pending.pop()()
+
+    stop = telemetry.observe(observe)
+    try:
+        yield
+        assert not pending
+    finally:
+        stop()
+
+
+# -- what other programs remove ------------------------------------------------------------------------------------
+
+
+def test_the_first_save_of_a_root_says_that_it_writes_everything(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "bytecheckpoint.save"):
+        first = save(tmp_path / "step-1", tensor())
+        assert "this incremental save writes everything: there is no earlier incremental checkpoint" in caplog.text
+        caplog.clear()
+        second = save(tmp_path / "step-2", tensor())
+    assert "no earlier incremental checkpoint" in first.remark
+    assert second.remark == ""
+    assert "writes everything" not in caplog.text
+
+
+@pytest.mark.parametrize("what", ["folder", "objects", "a file", "a part of a file"])
+@pytest.mark.parametrize("is_new_process", [False, True])
+def test_a_base_that_was_removed_by_hand(tmp_path: Path, what: str, is_new_process: bool) -> None:
+    save(tmp_path / "step-1", tensor())
+    (file,) = (tmp_path / OBJECTS).rglob("*.safetensors")
+    if what == "folder":
+        shutil.rmtree(tmp_path / "step-1")
+    elif what == "objects":
+        shutil.rmtree(tmp_path / OBJECTS)
+    elif what == "a file":
+        file.unlink()
+    else:
+        os.truncate(file, 5000)
+    if is_new_process:
+        default_session().engine.shared.last_commit = None
+    done = save(tmp_path / "step-2", tensor(), async_save=True)
+    assert done.bytes_written > FULL
+    assert done.remark
+    assert references(tmp_path / "step-2") == []
+    check(tmp_path / "step-2", tensor())
+    assert save(tmp_path / "step-3", tensor()).bytes_written < FULL
+
+
+@pytest.mark.parametrize("how", ["by hand", "by bcp rm"])
+def test_a_base_that_is_removed_during_the_save(tmp_path: Path, how: str) -> None:
+    """A synchronous save begins again. The state of an asynchronous one may be gone: it commits nothing."""
+
+    def act() -> None:
+        if how == "by hand":
+            shutil.rmtree(tmp_path / OBJECTS / bcp.open(tmp_path / "step-1").manifest.attempt)
+        else:
+            remove(str(tmp_path / "step-1"))
+
+    save(tmp_path / "step-1", tensor())
+    with during("save.confirm", act):
+        assert save(tmp_path / "step-2", tensor()).bytes_written > FULL
+    check(tmp_path / "step-2", tensor())
+    shutil.rmtree(tmp_path)
+    save(tmp_path / "step-1", tensor())
+    with during("save.confirm", act), pytest.raises(StorageError, match="another program removed them"):
+        save(tmp_path / "step-2", tensor(), async_save=True)
+    assert not (tmp_path / "step-2").exists()
+    assert save(tmp_path / "step-2", tensor(), async_save=True).bytes_written > FULL
+    check(tmp_path / "step-2", tensor())
+
+
+def test_removing_a_checkpoint_by_any_hand_takes_nothing_from_others(tmp_path: Path) -> None:
+    values = [tensor()]
+    for step in range(4):
+        save(tmp_path / f"step-{step}", values[-1])
+        values.append(values[-1].clone())
+        values[-1][step] = -1
+    shutil.rmtree(tmp_path / "step-0")
+    remove(str(tmp_path / "step-1"))
+    (tmp_path / "step-2").rename(tmp_path / "best")
+    shutil.copytree(tmp_path / "step-3", tmp_path / "copy")
+    remove(str(tmp_path / "step-3"))
+    check(tmp_path / "best", values[2])
+    check(tmp_path / "copy", values[3])
+    remove(str(tmp_path / "best"))
+    remove(str(tmp_path / "copy"))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_was_moved_away_and_a_link_left_behind(tmp_path: Path) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    save(root / "step-1", tensor())
+    save(root / "step-2", tensor())
+    other.mkdir()
+    shutil.move(root / "step-2", other / "step-2")
+    (root / "step-2").symlink_to(other / "step-2")
+    remove(str(root / "step-1"))
+    check(root / "step-2", tensor())
+    assert (other / "step-2" / MANIFEST_KEY).exists()
+
+
+def test_objects_behind_a_link_are_used_and_never_removed(tmp_path: Path) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    save(root / "step-1", tensor())
+    shutil.move(root / OBJECTS, other)
+    (root / OBJECTS).symlink_to(other)
+    assert save(root / "step-2", tensor()).bytes_written < FULL
+    before = set(other.rglob("*"))
+    assert "leads out of the root" in remove(str(root / "step-2")).problem
+    assert set(other.rglob("*")) == before
+    check(root / "step-1", tensor())
+
+
+@pytest.mark.parametrize("damage", ["cut", "of another program", "unreadable"])
+def test_a_sweep_that_cannot_read_a_manifest_removes_nothing_and_says_so(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "step-1", tensor())
+    save(tmp_path / "step-2", tensor())
+    manifest = tmp_path / "step-2" / MANIFEST_KEY
+    intact, before = manifest.read_bytes(), objects(tmp_path)
+    manifest.write_bytes({"cut": intact[:-1], "of another program": b"{}", "unreadable": b""}[damage])
+    assert str(manifest) in remove(str(tmp_path / "step-1")).problem
+    assert "nothing is removed, because it is unknown what is needed" in caplog.text
+    assert objects(tmp_path) == before
+    manifest.write_bytes(intact)
+    check(tmp_path / "step-2", tensor())
+
+
+# -- the lease -----------------------------------------------------------------------------------------------------
+
+
+def test_a_removal_leaves_the_objects_to_the_job_that_holds_the_root(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, save={"base": "auto"}, keep=2, preemption=None) as manager:
+        for step in (1, 2):
+            manager.save(step, {"tree": {"t": tensor() + step}}, force=True)
+            manager.wait()
+        report = remove(str(tmp_path / "step-1"))
+        assert "in use by" in report.problem or "already has a CheckpointManager" in report.problem
+        assert len(objects(tmp_path)) == 2
+        for step in (3, 4):
+            manager.save(step, {"tree": {"t": tensor() + step}}, force=True)
+            manager.wait()
+    assert len(objects(tmp_path)) == 2
+    assert bcp.open(tmp_path / "step-4").verify().ok
+
+
+def test_a_save_beside_a_job_shares_nothing(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, save={"base": "auto"}, preemption=None) as manager:
+        manager.save(1, {"tree": {"t": tensor()}}, force=True)
+        manager.wait()
+        with bcp.Checkpointer() as other:
+            done = other.save(tmp_path / "mine", {"tree": {"t": tensor()}}, **saving(base="auto")).result()
+    assert "holds the lease" in done.remark
+    assert not bcp.open(tmp_path / "mine").manifest.is_shared
+    check(tmp_path / "mine", tensor())
+
+
+def test_two_removals_wait_for_each_other(tmp_path: Path) -> None:
+    save(tmp_path / "step-1", tensor())
+    root, held = open_backend(tmp_path), threading.Event()
+    done: list[Any] = []
+    with hold_root(root, patience_s=0):
+        thread = threading.Thread(target=lambda: (held.wait(WAIT_S), done.append(remove(str(tmp_path / "step-1")))))
+        thread.start()
+        held.set()
+        while (tmp_path / "step-1").exists():
+            pass
+        with pytest.raises(RootInUseError), hold_root(root, patience_s=0):
+            pass
+    thread.join(WAIT_S)
+    assert [one.problem for one in done] == [""]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_lease_that_could_not_be_released_holds_nobody_up(tmp_path: Path) -> None:
+    save(tmp_path / "step-1", tensor())
+    backend = FaultyBackend(open_backend(tmp_path), [FaultRule("delete", LEASE_KEY, error=StorageError("broken"))])
+    with hold_root(backend, patience_s=0):
+        pass
+    assert (tmp_path / LEASE_KEY).exists()
+    assert save(tmp_path / "step-2", tensor()).bytes_written < FULL
+    assert not (tmp_path / LEASE_KEY).exists()
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path, how: str) -> None:
+    if how == "load":
+        bcp.load(path, {"tree": {"t": torch.zeros_like(tensor())}})
+    else:
+        bcp.open(path)["tree.t"][-20:]
+
+
+@pytest.mark.parametrize("how", ["load", "verify", "slice", "resume"])
+def test_bytes_that_were_found_damaged_are_never_referred_to_again(tmp_path: Path, how: str) -> None:
+    save(tmp_path / "step-1", tensor())
+    save(tmp_path / "step-2", tensor())
+    (file,) = (tmp_path / OBJECTS).rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    if how == "verify":
+        assert not bcp.open(tmp_path / "step-2").verify().ok
+    elif how == "resume":
+        with (
+            bcp.CheckpointManager(tmp_path, preemption=None) as manager,
+            pytest.raises(bcp.errors.CheckpointError),
+        ):
+            manager.resume({"tree": {"t": torch.zeros_like(tensor())}})
+    else:
+        with pytest.raises(CorruptionError):
+            _read(tmp_path / "step-2", how)
+    for _ in range(2):  # the same step again
+        save(tmp_path / "step-2", tensor())
+        check(tmp_path / "step-2", tensor())
+    save(tmp_path / "step-3", tensor())
+    check(tmp_path / "step-3", tensor())
+
+
+# -- stores ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The calls of all backends of a store in memory, whose objects ``refused`` names may be refused."""
+    found: list[Call] = []
+    real = registry._open
+
+    def wrapped(text: str, options: dict[str, Any]) -> StorageBackend:
+        backend = real(text, options)
+        rule = FaultRule(times=None, hook=found.append)
+        return FaultyBackend(backend, [rule]) if text.startswith("memory:") else backend
+
+    monkeypatch.setattr(registry, "_open", wrapped)
+    return found
+
+
+def test_removal_is_linear(calls: list[Call]) -> None:
+    """One removal lists the objects once, and reads each manifest once. Retention does so once for all of them."""
+    requests = []
+    for count in (10, 40):
+        root = f"memory://{uuid.uuid4().hex}/root"
+        for step in range(count):
+            save(f"{root}/step-{step}", tensor())
+        calls.clear()
+        remove(f"{root}/step-0")
+        requests.append(len(calls))
+        assert requests[-1] < 2 * count + 30, Counter(call.operation for call in calls)
+        calls.clear()
+        with bcp.CheckpointManager(root, save={"base": "auto"}, keep=1, preemption=None) as manager:
+            manager.save(1000, {"tree": {"t": tensor()}}, force=True)
+        assert len(calls) < 12 * count + 60, Counter(call.operation for call in calls)
+    assert requests[1] - requests[0] <= 2 * 30
+
+
+def test_a_save_puts_nothing_into_the_store_but_its_files_and_its_manifest(calls: list[Call]) -> None:
+    root = f"memory://{uuid.uuid4().hex}/root"
+    value = tensor()
+    with bcp.CheckpointManager(root, save={"base": "auto"}, preemption=None) as manager:
+        for step in (1, 2, 3):
+            value[step] = -1
+            calls.clear()
+            manager.save(step, {"tree": {"t": value}}, force=True)
+            manager.wait()
+            written = [call for call in calls if call.operation in ("put", "create") and LEASE_KEY not in call.key]
+            assert len(written) == 2, "one file and the manifest"
+    assert len(calls) < 25
+
+
+@pytest.mark.parametrize("base", ["auto", None])
+def test_a_store_that_is_down_takes_no_part_in_a_commit_in_the_tier(
+    tmp_path: Path, calls: list[Call], monkeypatch: pytest.MonkeyPatch, base: str | None
+) -> None:
+    root = f"memory://{uuid.uuid4().hex}/root"
+    value = tensor()
+    location = bcp.Location(root, tier=bcp.Tier(tmp_path))
+    with bcp.CheckpointManager(location, save={"base": base}, preemption=None) as manager:
+        manager.save(1, {"tree": {"t": value}}, force=True)
+        manager.wait()
+        value[3] = -1
+        uploads = manager._session.engine.uploads
+        blocked = threading.Event()
+        uploads.submit(blocked.wait, WAIT_S)  # what asks the store is the upload, which begins later
+        calls.clear()
+        handle = manager.save(2, {"tree": {"t": value}}, force=True)
+        assert handle is not None
+        handle.result()
+        assert [call for call in calls if LEASE_KEY not in call.key] == []
+        blocked.set()
+        manager.wait()
+    check(f"{root}/step-2", value)
+
+
+# -- space -----------------------------------------------------------------------------------------------------------
+
+
+def _stored(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("changes", ["layers freeze one after another", "random"])
+def test_space_is_bounded(tmp_path: Path, changes: str) -> None:
+    """The checkpoints that are kept need at most twice the space of complete ones."""
+    layers, keep = 10, 3
+    generator = torch.Generator().manual_seed(0)
+    values = {f"layer{n}": torch.randn(16 * CHUNK, generator=generator) for n in range(layers)}
+    full = sum(value.nbytes for value in values.values())
+    peak = 0
+    with bcp.CheckpointManager(tmp_path, save={"base": "auto"}, keep=keep, preemption=None) as manager:
+        for step in range(1, 25):
+            for n, value in enumerate(values.values()):
+                if changes == "random":
+                    value[torch.randint(len(value), (6,), generator=generator)] = float(step)  # of 64 chunks
+                elif n >= step:
+                    value += 1
+            manager.save(step, {"tree": values}, force=True, metrics={})
+            manager.wait()
+            manager._resources.housekeeping._thread.submit(int).result()  # type: ignore[union-attr]
+            peak = max(peak, _stored(tmp_path))
+    assert peak < 2 * keep * full
+    for step in (22, 23, 24):
+        assert bcp.open(tmp_path / f"step-{step}").verify().ok
