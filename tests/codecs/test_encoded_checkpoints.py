@@ -25,7 +25,7 @@ from sorted_arguments import loading, saving
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
-from bytecheckpoint.checkpoint import nearest
+from bytecheckpoint.checkpoint import location
 from bytecheckpoint.cli import cli
 from bytecheckpoint.codecs import find_codec
 from bytecheckpoint.convert.copy import copy
@@ -350,8 +350,8 @@ def test_files_of_two_saves_that_changed_places(saved: Path, tmp_path: Path) -> 
 def test_a_failed_write_leaves_nothing_and_the_next_save_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"s": {"a": torch.randn(3_000_000)}}
     rules = [FaultRule("write", "*.frames", error=StorageError("injected"), nth=2)]
-    real = nearest.open_backend
-    monkeypatch.setattr(nearest, "open_backend", lambda url, **o: FaultyBackend(real(url, **o), rules))
+    real = location.open_backend
+    monkeypatch.setattr(location, "open_backend", lambda url, **o: FaultyBackend(real(url, **o), rules))
     for is_async in (False, True):
         with pytest.raises(StorageError, match="injected"):
             bcp.save(tmp_path / "x", state, async_save=is_async, options=bcp.SaveOptions(codec="zstd-planes")).result()

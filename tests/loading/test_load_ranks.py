@@ -15,7 +15,7 @@ import torch
 from small_training import training
 
 import bytecheckpoint as bcp
-from bytecheckpoint.checkpoint import nearest
+from bytecheckpoint.checkpoint import location
 from bytecheckpoint.errors import BytecheckpointError, MismatchError, StorageError
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import FaultRule, FaultyBackend, time_limit
@@ -93,7 +93,7 @@ def _fail_to_read(rank: int, world_size: int, path: str, failing: int, shared: s
         rule = FaultRule("read_into", "*optimizer*.safetensors", times=None, error=StorageError("the disk is gone"))
         return FaultyBackend(open_backend(url, **options), [rule])
 
-    patched = mock.patch.object(nearest, "open_backend", open_failing if rank == failing else open_backend)
+    patched = mock.patch.object(location, "open_backend", open_failing if rank == failing else open_backend)
     with patched, pytest.raises(BytecheckpointError, match="the disk is gone") as caught:
         bcp.load(
             path,

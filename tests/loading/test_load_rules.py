@@ -18,7 +18,7 @@ from sorted_arguments import loading
 from torch import nn
 
 import bytecheckpoint as bcp
-from bytecheckpoint.checkpoint import nearest
+from bytecheckpoint.checkpoint import location
 from bytecheckpoint.errors import MismatchError, StateError, UsageError
 from bytecheckpoint.frameworks.base import Context
 from bytecheckpoint.frameworks.sections import Section, undone_on_failure
@@ -412,7 +412,7 @@ def test_each_values_file_is_read_once(tmp_path: Path, monkeypatch: pytest.Monke
         opened.append(CountingBackend(open_backend(url, **options)))
         return opened[-1]
 
-    monkeypatch.setattr(nearest, "open_backend", open_counting)
+    monkeypatch.setattr(location, "open_backend", open_counting)
     extra = {"own": bcp.PerRank(0), "shared": 0}
     bcp.load(tmp_path, {"extra": extra})
     assert extra["shared"] == 5

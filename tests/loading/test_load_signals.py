@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
-from bytecheckpoint.checkpoint import nearest
+from bytecheckpoint.checkpoint import location
 from bytecheckpoint.errors import RankFailedError
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import FaultRule, FaultyBackend, time_limit
@@ -65,7 +65,7 @@ def _interrupt_while_reading(interrupted: threading.Event) -> Any:
 
     rule = FaultRule("*", "*/extra-*.safetensors", hook=hook)
     faulty = lambda url, **options: FaultyBackend(open_backend(url, **options), [rule])  # noqa: E731
-    return mock.patch.object(nearest, "open_backend", faulty)
+    return mock.patch.object(location, "open_backend", faulty)
 
 
 def _load_and_interrupt(rank: int, world_size: int, path: str, where: str, victim: int) -> tuple[str, bool, float]:

@@ -20,7 +20,7 @@ from damage import keys_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
-from bytecheckpoint.checkpoint import manifest_file, nearest
+from bytecheckpoint.checkpoint import location, manifest_file
 from bytecheckpoint.control import current_communicator
 from bytecheckpoint.engine.writing import WrittenFile
 from bytecheckpoint.errors import BytecheckpointError, CommitUnknownError, StorageError, UnansweredError, UsageError
@@ -86,9 +86,9 @@ def test_a_rank_that_dies_after_confirming_cannot_undo_the_save(pool: RankPool, 
 def _commit_late(rank: int, world_size: int, path: str) -> str:
     """Rank 0's store takes the manifest only when the others have given up."""
     rule = FaultRule("put", "manifest.msgpack", hook=lambda call: dist.barrier())
-    real = nearest.open_backend
+    real = location.open_backend
     if rank == 0:
-        nearest.open_backend = lambda url, **options: FaultyBackend(real(url, **options), [rule])
+        location.open_backend = lambda url, **options: FaultyBackend(real(url, **options), [rule])
     try:
         bcp.save(
             path, _state(rank, 1.0), step=1, options=bcp.SaveOptions(deadline_s=time_limit(30) if rank == 0 else 1)
@@ -97,7 +97,7 @@ def _commit_late(rank: int, world_size: int, path: str) -> str:
     except CommitUnknownError as error:
         return f"unknown: {error}"
     finally:
-        nearest.open_backend = real
+        location.open_backend = real
         if rank:
             dist.barrier()
 
@@ -113,9 +113,9 @@ def test_ranks_that_gave_up_on_a_late_commit_do_not_say_that_it_failed(pool: Ran
 def _lose_rank_0_and_the_store(rank: int, world_size: int, path: str) -> str:
     """Rank 0 dies right after it has written the manifest; then rank 1's store fails too."""
     rule = FaultRule("get", "manifest.msgpack", times=None, error=StorageError("no answer"))
-    real = nearest.open_backend
+    real = location.open_backend
     if rank == 1:
-        nearest.open_backend = lambda url, **options: FaultyBackend(real(url, **options), [rule])
+        location.open_backend = lambda url, **options: FaultyBackend(real(url, **options), [rule])
 
     def observer(name: str, event: str) -> None:
         if rank == 0 and (name, event) == ("save.commit.after", "point"):
@@ -128,7 +128,7 @@ def _lose_rank_0_and_the_store(rank: int, world_size: int, path: str) -> str:
         return f"{type(error).__name__}, {error.may_have_committed}: {error}"
     finally:
         stop()
-        nearest.open_backend = real
+        location.open_backend = real
     return "saved"
 
 
@@ -145,8 +145,8 @@ def test_a_manifest_that_the_store_refuses_leaves_the_old_checkpoint(
     bcp.save(tmp_path, _state(0, 1.0), step=1)
     old = keys_of(tmp_path)
     rule = FaultRule("put", "manifest.msgpack", error=StorageError("refused"))
-    real = nearest.open_backend
-    monkeypatch.setattr(nearest, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule]))
+    real = location.open_backend
+    monkeypatch.setattr(location, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule]))
     with pytest.raises(StorageError, match="refused") as caught:
         bcp.save(tmp_path, _state(0, 2.0), step=2)
     assert not caught.value.may_have_committed
@@ -168,14 +168,14 @@ def test_the_outcome_is_unknown_if_the_manifest_can_be_neither_written_nor_read(
 
     rules = [FaultRule("put", "manifest.msgpack", error=StorageError("timed out"), after=is_stored)]
     rules[0].hook = stop_responding
-    real, opened = nearest.open_backend, []
+    real, opened = location.open_backend, []
 
     def open_faulty(url: object, **options: object) -> FaultyBackend:
         opened.append(FaultyBackend(real(url, **options), rules))
         opened[-1].rules = rules
         return opened[-1]
 
-    monkeypatch.setattr(nearest, "open_backend", open_faulty)
+    monkeypatch.setattr(location, "open_backend", open_faulty)
     with pytest.raises(CommitUnknownError, match=r"timed out.*no response.*may or may not be committed") as caught:
         bcp.save(tmp_path, _state(0, 2.0), step=2, async_save=use_async).result(time_limit(60))
     assert caught.value.may_have_committed
@@ -252,9 +252,9 @@ def _hold_in_write(rank: int, world_size: int, path: str, operation: str, is_obj
             raise OSError("injected in write")
 
     rule = FaultRule(operation, "*/model-00001.safetensors", hook=hold)
-    real = nearest.open_backend
+    real = location.open_backend
     if rank == 1:
-        nearest.open_backend = lambda url, **options: FaultyBackend(
+        location.open_backend = lambda url, **options: FaultyBackend(
             _ObjectStore(url) if is_object_store else real(url, **options), [rule]
         )
     stop = telemetry.observe(fail)
@@ -268,7 +268,7 @@ def _hold_in_write(rank: int, world_size: int, path: str, operation: str, is_obj
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
         stop()
-        nearest.open_backend = real
+        location.open_backend = real
         if rank == 0:
             dist.barrier()
 
@@ -305,8 +305,8 @@ def _lose_rank_0_in_the_cleanup(rank: int, world_size: int, path: str) -> str:
     rules = [FaultRule("delete" if rank == 2 else "complete", times=None, hook=wait_for_its_death)]
     if rank == 0:
         rules = [FaultRule("list", "attempt-*", hook=lambda call: os.kill(os.getpid(), signal.SIGKILL))]
-    real = nearest.open_backend
-    nearest.open_backend = lambda url, **options: FaultyBackend(real(url, **options), rules)
+    real = location.open_backend
+    location.open_backend = lambda url, **options: FaultyBackend(real(url, **options), rules)
     stop = telemetry.observe(fail)
     try:
         bcp.save(
@@ -317,7 +317,7 @@ def _lose_rank_0_in_the_cleanup(rank: int, world_size: int, path: str) -> str:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
         stop()
-        nearest.open_backend = real
+        location.open_backend = real
 
 
 def test_the_others_clean_up_although_rank_0_dies_while_it_does(pool: RankPool, tmp_path: Path) -> None:

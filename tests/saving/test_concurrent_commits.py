@@ -14,7 +14,7 @@ from damage import keys_of
 from sorted_arguments import save_in_job
 
 import bytecheckpoint as bcp
-from bytecheckpoint.checkpoint import nearest
+from bytecheckpoint.checkpoint import location
 from bytecheckpoint.checkpoint.manifest_file import commit
 from bytecheckpoint.convert.copy import copy
 from bytecheckpoint.errors import KeyExistsError, RootInUseError, StorageError
@@ -47,15 +47,17 @@ def at_commit(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]
     """Return a function that calls another one right before the first manifest is put."""
 
     def install(action: Callable[[], object], is_reply_lost: bool) -> FaultRule:
-        real = nearest.open_backend
+        real = location.open_backend
 
         def hook(call: Call) -> None:
-            monkeypatch.setattr(nearest, "open_backend", real)
+            monkeypatch.setattr(location, "open_backend", real)
             action()
 
         error = KeyExistsError("refused the repetition") if is_reply_lost else None
         rule = FaultRule("put", "manifest.msgpack", hook=hook, error=error, after=True)
-        monkeypatch.setattr(nearest, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule]))
+        monkeypatch.setattr(
+            location, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule])
+        )
         return rule
 
     return install
@@ -118,9 +120,15 @@ def test_queued_saves_of_one_path_replace_each_other(tmp_path: Path) -> None:
 def test_a_copy_keeps_a_checkpoint_that_appears_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     bcp.save(source, _state(1.0), step=1)
-    rule = FaultRule("put", "manifest.msgpack", hook=lambda call: bcp.save(target, _state(2.0), step=2))
+
+    def save_in_between(call: object) -> None:
+        monkeypatch.undo()
+        bcp.save(target, _state(2.0), step=2)
+
+    rule = FaultRule("put", "manifest.msgpack", hook=save_in_between)
     monkeypatch.setattr(
-        "bytecheckpoint.convert.copy.open_backend", lambda url, **options: FaultyBackend(LocalBackend(url), [rule])
+        "bytecheckpoint.checkpoint.location.open_backend",
+        lambda url, **options: FaultyBackend(LocalBackend(url), [rule]),
     )
     with pytest.raises(KeyExistsError, match="not changed"):
         copy(bcp.open(source), str(target))
@@ -141,7 +149,7 @@ class _WithoutConditions(LocalBackend):
 def test_a_path_is_replaced_on_every_kind_of_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: type[StorageBackend]
 ) -> None:
-    monkeypatch.setattr(nearest, "open_backend", lambda url, **options: make(url))  # type: ignore[call-arg]
+    monkeypatch.setattr(location, "open_backend", lambda url, **options: make(url))  # type: ignore[call-arg]
     for step in (1, 2, 3):
         bcp.save(tmp_path, _state(float(step)), step=step)
         _expect(tmp_path, step)

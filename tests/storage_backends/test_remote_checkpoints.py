@@ -65,7 +65,7 @@ def test_a_manager_on_s3(bucket: str, s3: dict[str, Any]) -> None:
         for step in range(1, 5):
             manager.save(step, {"model": _model(float(step)), "extra_state": {"value": float(step)}})
         with pytest.raises(RootInUseError):
-            bcp.CheckpointManager(root, storage_options=s3)
+            bcp.CheckpointManager(root, storage_options=s3).wait()
     with bcp.CheckpointManager(root, storage_options=s3) as manager:
         damaged = bcp.open(f"{root}/step-4", storage_options=s3)
         damaged.backend.delete(damaged.manifest.files.name[:1])

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from s3_faults import fault_proxy
 
 import bytecheckpoint as bcp
-from bytecheckpoint.checkpoint import nearest
+from bytecheckpoint.checkpoint import location
 from bytecheckpoint.cli import cli
 from bytecheckpoint.control.failure import FailureRecord
 from bytecheckpoint.control.peers import PeerIdentity
@@ -115,7 +115,7 @@ def test_a_store_whose_url_has_a_password(
     def open_protected(url: object, **options: object) -> _Protected:
         return _Protected(MemoryBackend(name, str(url).partition("/root")[2].strip("/")), rules)
 
-    monkeypatch.setattr(nearest, "open_backend", open_protected)
+    monkeypatch.setattr(location, "open_backend", open_protected)
     url = f"memory://user:hunter2@{name}/root"
     check(lambda: _save(url, {}))
     if fault is not None:
