@@ -207,16 +207,18 @@ class SaveCoordinator:
     ``request`` may be called from any thread, everything else from the training thread.
     """
 
-    def __init__(
-        self, cadence: Cadence, preemption: Preemption, signals: SignalWatch, *, skip_when_busy: bool, interval_s: float
-    ) -> None:
-        self._cadence, self._preemption, self._signals = cadence, preemption, signals
+    def __init__(self, cadence: Cadence, preemption: Preemption, *, skip_when_busy: bool) -> None:
+        self._cadence, self._preemption = cadence, preemption
         self._skip_when_busy = skip_when_busy
-        self._timer = RoundTimer(interval_s)
+        self.begin(SignalWatch(()), 0.0)
         self._turn, self._next_turn = 0, 1
         self._last_save = time.monotonic()
         self._last_step: int | None = None  # that was saved, or is being saved
         self._is_requested = False
+
+    def begin(self, signals: SignalWatch, interval_s: float) -> None:
+        """Decide by these signals, in rounds that are about so many seconds apart."""
+        self._signals, self._timer = signals, RoundTimer(interval_s)
 
     def request(self) -> None:
         """Request a save in the next round."""

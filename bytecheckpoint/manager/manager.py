@@ -67,6 +67,9 @@ class CheckpointManager:
     ``step-<number>`` of the root (``JobOptions.name_template``); nothing else below the root is touched. A lease on the
     root prevents two jobs from saving there by mistake.
 
+    Nothing is read, written or sent before ``with`` is entered or the first method is called: only then does a manager
+    acquire the lease and handle signals.
+
     Args:
         root: Local path, URL or ``Location`` below which the checkpoints are saved. With a tier, ``resume`` and the
             other searches also find, and prefer, what is in the tier; a new manager continues the uploads of earlier
@@ -94,9 +97,10 @@ class CheckpointManager:
         preempted: Whether a preemption signal made all ranks save.
 
     Raises:
-        UsageError: An argument is invalid, or the root is a checkpoint itself.
-        RootInUseError: Another job saves below this root.
-        StorageError: The lease could not be written.
+        UsageError: An argument is invalid. When the manager begins: the root is a checkpoint itself, or no handler can
+            be installed for a signal.
+        RootInUseError: When the manager begins: another job saves below this root.
+        StorageError: When the manager begins: the lease could not be written.
         ControlError: The ranks could not work together.
 
     Example:
@@ -133,39 +137,48 @@ class CheckpointManager:
         self._last_step: int | None = None  # that this rank completed since it started or resumed
         # The first operation reports an invalid value to all ranks, within a deadline that may be invalid, too.
         self._rounds = CoordinationRounds(self._session, deadline_of(job) or DEFAULT_DEADLINE_S)
-        self._resources = held = ManagerResources(self, self.root)
+        self._resources = ManagerResources(self, self.root)
+        self._beginning: Operation | None = None
+        try:
+            check_arguments({"async_save": async_save})
+            self._job = checked_job(job)
+            self._request = self._checked_request(save)
+            self._load_options = options_of(LoadOptions, load, "load")
+            if on_exception is not None and not isinstance(on_exception, ExceptionSave):
+                on_exception = ExceptionSave(state=on_exception)
+            self._exception_save = on_exception
+            if not isinstance(callbacks, (Callbacks, type(None))):
+                raise UsageError(f"callbacks must be a bytecheckpoint.Callbacks or None, not {callbacks!r}")
+            self._names = StepNames(self._job.name_template)
+            self._callbacks = CallbackRunner(callbacks or Callbacks())
+            if not isinstance(self._preemption, Preemption):
+                raise UsageError(f"preemption must be a bytecheckpoint.Preemption or None, not {preemption!r}")
+            self._cadence = cadence if isinstance(cadence, Cadence) else Cadence(every_steps=cadence)
+            self._retention = keep if isinstance(keep, Retention) else Retention(last=keep)
+            self._resources.in_flight.limit = self._job.max_in_flight
+            skips = self._job.when_busy == "skip"
+            self._coordinator = SaveCoordinator(self._cadence, self._preemption, skip_when_busy=skips)
+        except BaseException as error:
+            with self._rounds.begin() as op:  # the other ranks raise it when they begin
+                op.fail("check", error)
+            raise
+
+    def _begin(self) -> None:
+        """With the other ranks, acquire the root, install the signal handlers, and continue uploads; only once."""
+        if self._beginning is not None:
+            return
+        held, preemption = self._resources, self._preemption
         op = self._beginning = self._rounds.begin()
         try:
             with op.phase("lease"):
-                check_arguments({"async_save": async_save})
-                self._job = checked_job(job)
-                self._request = self._checked_request(save)
-                self._load_options = options_of(LoadOptions, load, "load")
-                if on_exception is not None and not isinstance(on_exception, ExceptionSave):
-                    on_exception = ExceptionSave(state=on_exception)
-                self._exception_save = on_exception
-                if not isinstance(callbacks, (Callbacks, type(None))):
-                    raise UsageError(f"callbacks must be a bytecheckpoint.Callbacks or None, not {callbacks!r}")
-                self._names = StepNames(self._job.name_template)
-                self._callbacks = CallbackRunner(callbacks or Callbacks())
-                if not isinstance(self._preemption, Preemption):
-                    raise UsageError(f"preemption must be a bytecheckpoint.Preemption or None, not {preemption!r}")
-                cadence = cadence if isinstance(cadence, Cadence) else Cadence(every_steps=cadence)
-                self._retention = keep if isinstance(keep, Retention) else Retention(last=keep)
-                held.in_flight.limit = self._job.max_in_flight
                 held.signals = SignalWatch(
-                    (*self._preemption.signals, *cadence.signals),
-                    grace_s=dict.fromkeys(self._preemption.signals, self._preemption.grace_s),
+                    (*preemption.signals, *self._cadence.signals),
+                    grace_s=dict.fromkeys(preemption.signals, preemption.grace_s),
                     is_abandoned=held.is_abandoned,
                 )
-                self._coordinator = SaveCoordinator(
-                    cadence,
-                    self._preemption,
-                    held.signals,
-                    skip_when_busy=self._job.when_busy == "skip",
-                    # In a single process a round exchanges nothing and costs nothing.
-                    interval_s=self._job.coordinate_every_s if op.world_size > 1 else 0.0,
-                )
+                # In a single process a round exchanges nothing and costs nothing.
+                interval_s = self._job.coordinate_every_s if op.world_size > 1 else 0.0
+                self._coordinator.begin(held.signals, interval_s)
                 if op.rank == 0:
                     self._acquire_root()
             mark = op.broadcast("lease", held.lease.job if held.lease is not None else None)
@@ -428,11 +441,13 @@ class CheckpointManager:
         if self._resources.is_released or self._resources.is_inherited:
             return
         try:
-            self.wait()
+            if self._beginning is not None:
+                self.wait()
         finally:
             self._resources.release()
 
     def __enter__(self) -> CheckpointManager:
+        self._check_usable()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -458,7 +473,7 @@ class CheckpointManager:
     def _save_on(self, error: BaseException) -> None:
         """Save together with the other ranks, if all leave because of an exception. Logs failures, and never raises."""
         options = self._exception_save
-        if options is None:
+        if options is None or self._beginning is None:
             return
         try:
             # Not counted, because a rank that leaves without an exception does not enter it.
@@ -673,6 +688,7 @@ class CheckpointManager:
             raise UsageError(
                 "this CheckpointManager belongs to the process that this one was forked from; use it only there"
             )
+        self._begin()
 
 
 def _as_floats(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -139,7 +139,7 @@ class Preemption:
     When any rank receives one of the signals, all ranks save the same step and wait for the commit.
 
     Args:
-        signals: The signals. Handlers are installed only if the manager is created in the main thread.
+        signals: The signals. Handlers are installed only if the manager begins in the main thread.
         grace_s: Seconds from the signal to the end of the process; the save must finish within this time.
         action: After the save, ``"exit"`` raises ``SystemExit`` with code 128 + signal on all ranks. ``"return"``
             returns from ``save`` and sets ``CheckpointManager.preempted``.

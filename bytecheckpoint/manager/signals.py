@@ -44,7 +44,7 @@ class SignalWatch:
         numbers = list(dict.fromkeys(signals))
         if numbers and threading.current_thread() is not threading.main_thread():
             _log.warning(
-                "signals cannot be handled from thread %s: create the manager in the main thread",
+                "signals cannot be handled from thread %s: enter the manager in the main thread",
                 threading.current_thread().name,
             )
             return

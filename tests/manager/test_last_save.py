@@ -155,7 +155,8 @@ def test_the_original_exception_is_raised_if_the_save_fails(
     assert _folders(tmp_path) == []
     reason = {"state": "the state is gone", "disk": "a broken disk", "interrupt": "impatient"}[how]
     assert f"nothing was saved on the ZeroDivisionError: {reason}" in caplog.text
-    bcp.CheckpointManager(tmp_path).close()  # the root is free
+    with bcp.CheckpointManager(tmp_path):  # the root is free
+        pass
 
 
 def test_a_failure_at_the_end_counts(tmp_path: Path) -> None:

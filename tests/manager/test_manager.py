@@ -319,7 +319,9 @@ def test_a_failure_in_the_background_after_which_no_save_is_committed(tmp_path: 
 def test_who_asked_for_the_outcome_is_not_warned(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path, cadence=1) as manager:
         assert isinstance(_fail_in_background(manager, 1).exception(), OSError)
-        manager.save(1, _state(1.0))  # the same step
+        handle = manager.save(1, _state(1.0))  # the same step
+        assert handle is not None
+        handle.result()
         failed = _fail_in_background(manager, 2)
         with pytest.raises(OSError, match="a broken disk"):
             failed.result()
@@ -379,15 +381,27 @@ def test_a_closed_manager_refuses_to_save(tmp_path: Path) -> None:
         {"cadence": 0}, {"cadence": "10"}, {"keep": 0}, {"max_in_flight": 0}, {"when_busy": "drop"},
         {"coordinate_every_s": 0}, {"lease_s": 1e9}, {"layout": "round"},
         {"metadata": {"metrics": 1}}, {"metadata": {"f": print}},
-        {"preemption": bcp.Preemption(signals=[signal.SIGKILL])},
-        {"preemption": bcp.Preemption(signals=["TERM"])},  # type: ignore[list-item]
-        {"cadence": bcp.Cadence(signals=[signal.SIGKILL])},
     ],
     ids=str,
 )  # fmt: skip
 def test_invalid_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         bcp.CheckpointManager(tmp_path, **managing(**arguments))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"preemption": bcp.Preemption(signals=[signal.SIGKILL])},
+        {"preemption": bcp.Preemption(signals=["TERM"])},  # type: ignore[list-item]
+        {"cadence": bcp.Cadence(signals=[signal.SIGKILL])},
+    ],
+    ids=str,
+)
+def test_signals_that_cannot_be_handled(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        bcp.CheckpointManager(tmp_path, **arguments).wait()
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -424,7 +438,7 @@ def test_a_checkpoint_instead_of_a_root_is_an_error(tmp_path: Path, *, is_commit
     with pytest.raises(UsageError, match=expected):
         bcp.latest(step)
     with pytest.raises(UsageError, match=expected):
-        bcp.CheckpointManager(step)
+        bcp.CheckpointManager(step).wait()
     assert sorted(step.rglob("*")) == before
 
 
@@ -500,11 +514,23 @@ def test_unfinished_attempts_of_ended_jobs_are_removed(tmp_path: Path) -> None:
     assert _value(tmp_path) == 5.0
 
 
+def test_a_manager_does_nothing_before_it_is_used(tmp_path: Path) -> None:
+    manager = bcp.CheckpointManager(tmp_path / "root", cadence=1)
+    manager.request_save()
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    manager.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UsageError, match="is closed"):
+        manager.latest()
+
+
 def test_a_second_job_on_the_same_root_is_refused(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path, job=bcp.JobOptions(lease_s=6.0)):
         with pytest.raises(RootInUseError, match="this process already has a CheckpointManager open on"):
-            bcp.CheckpointManager(tmp_path)
-        bcp.CheckpointManager(tmp_path / "another").close()
+            bcp.CheckpointManager(tmp_path).wait()
+        with bcp.CheckpointManager(tmp_path / "another"):
+            pass
 
 
 def test_a_root_that_cannot_be_leased_is_an_error(tmp_path: Path) -> None:
@@ -512,7 +538,7 @@ def test_a_root_that_cannot_be_leased_is_an_error(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         make(tmp_path / name / LEASE_KEY)
         with pytest.raises(StorageError, match=r"lease\.msgpack can neither be read nor created.*remove it"):
-            bcp.CheckpointManager(tmp_path / name)
+            bcp.CheckpointManager(tmp_path / name).wait()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -522,11 +548,11 @@ def test_a_dropped_manager_releases_its_root(tmp_path: Path, held: threading.Eve
     assert handle is not None
     del manager
     with pytest.raises(RootInUseError, match="this process already has"):
-        bcp.CheckpointManager(tmp_path)  # a save is still in flight
+        bcp.CheckpointManager(tmp_path).wait()  # a save is still in flight
     held.set()
     handle.result()
-    bcp.CheckpointManager(tmp_path).close()
-    assert _names(tmp_path) == ["step-1"]
+    with bcp.CheckpointManager(tmp_path):
+        assert _names(tmp_path) == ["step-1"]
 
 
 def test_a_job_that_lost_its_lease_cannot_save(tmp_path: Path, held: threading.Event) -> None:
@@ -602,12 +628,13 @@ def test_sigterm_does_not_save_the_same_step_again(tmp_path: Path) -> None:
 
 def test_a_manager_in_another_thread_warns_about_signals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def make() -> None:
-        bcp.CheckpointManager(tmp_path).close()
+        with bcp.CheckpointManager(tmp_path):
+            pass
 
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    assert "create the manager in the main thread" in caplog.text
+    assert "enter the manager in the main thread" in caplog.text
 
 
 # -- the end of the interpreter ------------------------------------------------------------------------------------
@@ -682,7 +709,7 @@ def test_a_manager_that_was_dropped_does_not_keep_the_process(tmp_path: Path) ->
     """The root is released at exit, although the heartbeat comes only every 300 s."""
     script = """
         import sys, torch, bytecheckpoint as bcp
-        bcp.CheckpointManager(sys.argv[1], job=bcp.JobOptions(lease_s=900.0))
+        bcp.CheckpointManager(sys.argv[1], job=bcp.JobOptions(lease_s=900.0)).wait()
         manager = bcp.CheckpointManager(sys.argv[1] + "/other", cadence=1, job=bcp.JobOptions(lease_s=900.0))
         manager.save(1, {"extra_state": {"value": 1}})
         del manager
@@ -697,7 +724,7 @@ def test_a_manager_that_was_dropped_does_not_keep_the_process(tmp_path: Path) ->
 def test_a_manager_that_was_dropped_lets_signals_through(tmp_path: Path) -> None:
     script = """
         import signal, sys, bytecheckpoint as bcp
-        bcp.CheckpointManager(sys.argv[1])
+        bcp.CheckpointManager(sys.argv[1]).wait()
         print("ready", flush=True)
         signal.pause()
         print("survived", flush=True)

@@ -302,7 +302,8 @@ def test_damage_that_one_rank_detects_makes_all_fall_back(pool: RankPool, tmp_pa
 
 def _second_job(rank: int, world_size: int, root: str) -> str:
     try:
-        _manager(root).close()
+        with _manager(root):
+            pass
     except BytecheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return "acquired"
