@@ -1,4 +1,4 @@
-"""``save_on_exception``: the last save of a training loop that an exception ends."""
+"""``on_exception``: the last save of a training loop that an exception ends."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ import importlib.util
 import inspect
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +18,7 @@ import pytest
 
 import bytecheckpoint as bcp
 from bytecheckpoint import errors
+from bytecheckpoint.testing import time_limit
 
 PACKAGE = Path(bcp.__file__).parent
 
@@ -105,6 +108,18 @@ def test_a_type_checker_notices_a_misspelt_name() -> None:
     hidden = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "not TYPE_CHECKING"]
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"]
     assert [node for guard in hidden for node in guard.body if node in found] == found != []
+
+
+def test_type_checkers_find_misspelt_names(tmp_path: Path) -> None:
+    """The package imports ``dcp`` on first use, by a function that would have every name for a type checker."""
+    (tmp_path / "bytecheckpoint").mkdir()
+    (tmp_path / "bytecheckpoint" / "__init__.py").write_text((PACKAGE / "__init__.py").read_text())
+    (tmp_path / "program.py").write_text("import bytecheckpoint as bcp\n\nbcp.save\nbcp.dcp\nbcp.svae\n")
+    options = ("--config-file=", "--ignore-missing-imports", f"--cache-dir={os.devnull}")
+    command = [sys.executable, "-m", "mypy", *options, "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=time_limit(120))
+    faults = [line for line in done.stdout.splitlines() if line.startswith("program.py")]
+    assert faults == ['program.py:5: error: Module has no attribute "svae"  [attr-defined]'], done.stdout + done.stderr
 
 
 def test_modules_declare_what_they_export() -> None:
