@@ -231,6 +231,9 @@ def hold_root(root: StorageBackend, *, patience_s: float) -> Iterator[None]:
     here, give_up = PeerIdentity.of_this_process(0), time.monotonic() + patience_s
     while True:
         try:
+            found, _ = _read(root)
+            if found is not None and _is_same_process(here, found.holder) and not _has_ended(here, found):
+                raise _in_use(root, found, here)  # without waiting for its heartbeat
             lease = Lease.acquire(root, here, interval_s=_SHORT_INTERVAL_S)
             break
         except RootInUseError:
@@ -262,8 +265,6 @@ def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord) -> 
     if found.precedes(own) or _has_ended(here, found):
         _log.info("%s: %s has ended; its lease is taken over", backend.display_url, found)
         return True
-    if _is_same_process(here, found.holder):
-        raise _in_use(backend, found, here)
     _log.info("%s: waiting for a heartbeat of %s", backend.display_url, found)
     give_up = time.monotonic() + HEARTBEATS_PER_LEASE * found.interval_s
     while time.monotonic() < give_up:
