@@ -84,8 +84,8 @@ class CallbackRunner:
         error = failure_of(handle)
         if error is None:
             _call(self._callbacks.on_committed, handle.result())
-        elif self._callbacks.on_failed is not None:
-            _call(self._callbacks.on_failed, handle, handle.exception())
+        else:
+            _call(self._callbacks.on_failed, handle, error)
 
 
 def _call(callback: Callable[..., object] | None, *arguments: Any) -> None:
