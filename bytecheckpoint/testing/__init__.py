@@ -1,9 +1,9 @@
 """The test kit for this library and for plug-ins.
 
-- Conformance suites: ``StorageConformance``, ``AdapterConformance`` and ``CommunicatorConformance``. Subclass one in a
-  test module and define its fixture. The suites need pytest, and ``StorageConformance`` also needs hypothesis.
-- Fault injection: ``FaultyBackend`` with ``FaultRule``, and ``CountingBackend``.
-- Ranks: ``RankPool`` and ``run_ranks`` run functions in several processes that form a process group.
+- Conformance suites: ``StorageConformance`` and ``AdapterConformance``. Subclass one in a test module and define its
+  fixture. The suites need pytest, and ``StorageConformance`` also needs hypothesis.
+- Fault injection: ``FaultyBackend`` with ``FaultRule``.
+- Ranks: ``RankPool`` runs functions in several processes that form a process group.
 - ``time_limit`` scales time limits for slow machines.
 """
 
@@ -12,13 +12,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .faults import OPERATIONS, Call, CountingBackend, FaultRule, FaultyBackend
-from .ranks import RankPool, RanksFailed, run_ranks
+from .faults import OPERATIONS, Call, FaultRule, FaultyBackend
+from .ranks import RankPool, RanksFailed
 from .time_limits import time_limit
 
 if TYPE_CHECKING:
     from .adapters import AdapterCase, AdapterConformance
-    from .communicators import CommunicatorConformance
     from .storage import StorageConformance
 
 __all__ = [
@@ -26,14 +25,11 @@ __all__ = [
     "AdapterCase",
     "AdapterConformance",
     "Call",
-    "CommunicatorConformance",
-    "CountingBackend",
     "FaultRule",
     "FaultyBackend",
     "RankPool",
     "RanksFailed",
     "StorageConformance",
-    "run_ranks",
     "time_limit",
 ]
 
@@ -41,7 +37,6 @@ __all__ = [
 _SUITES = {
     "AdapterCase": "adapters",
     "AdapterConformance": "adapters",
-    "CommunicatorConformance": "communicators",
     "StorageConformance": "storage",
 }
 

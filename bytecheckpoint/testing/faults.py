@@ -1,9 +1,8 @@
-"""Wrap a storage backend to record its operations, or to make chosen operations fail, block or transfer less."""
+"""Wrap a storage backend, so that chosen operations fail, block or transfer less."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,7 +13,7 @@ from typing_extensions import Buffer
 from ..errors import StorageError, UsageError
 from ..storage_backends.base import Conditions, IncompleteUpload, ObjectStat, ObjectWriter, PartWriter, StorageBackend
 
-__all__ = ["OPERATIONS", "Call", "CountingBackend", "FaultRule", "FaultyBackend"]
+__all__ = ["OPERATIONS", "Call", "FaultRule", "FaultyBackend"]
 
 OPERATIONS = (
     "put",
@@ -119,11 +118,19 @@ class FaultRule:
         return self.error if self.error is None or isinstance(self.error, BaseException) else self.error()
 
 
-class _WrappingBackend(StorageBackend):
-    """Passes every operation to ``_around`` as a function of the number of bytes to transfer, ``None`` for all."""
+class FaultyBackend(StorageBackend):
+    """A backend that passes operations on to another one, except those on which a rule acts.
 
-    def __init__(self, inner: StorageBackend) -> None:
+    If several rules act on an operation, the first one decides. Every rule counts every match.
+
+    Args:
+        inner: The backend to wrap.
+        rules: The faults. The attribute ``rules`` may be changed at any time.
+    """
+
+    def __init__(self, inner: StorageBackend, rules: Sequence[FaultRule] = ()) -> None:
         self.inner = inner
+        self.rules = [*rules]
         self.atomic_writer = inner.atomic_writer
         self.is_remote = inner.is_remote
         self.read_size = inner.read_size
@@ -141,7 +148,25 @@ class _WrappingBackend(StorageBackend):
         self.inner.deadline_s = seconds
 
     def _around(self, call: Call, operation: Callable[[int | None], _T]) -> _T:
-        raise NotImplementedError
+        """Run an operation, which is a function of the number of bytes to transfer, ``None`` for all."""
+        # A list, not a generator: every rule counts every match.
+        acting = [rule for rule in tuple(self.rules) if rule.acts_on(call)]
+        if not acting:
+            return operation(None)
+        rule = acting[0]
+        if rule.hook is not None:
+            rule.hook(call)
+        if rule.wait is not None and not rule.wait.wait(rule.wait_limit):
+            raise StorageError(
+                f"{call.operation} {call.key!r}: the event of a fault rule was not set within {rule.wait_limit} s"
+            )
+        error = rule.make_error()
+        if error is not None and rule.cut is None and not rule.after:
+            raise error
+        result = operation(rule.cut)
+        if error is not None:
+            raise error
+        return result
 
     def endpoint(self) -> str:
         return self.inner.endpoint()
@@ -158,11 +183,11 @@ class _WrappingBackend(StorageBackend):
 
     def create(self, key: str, size: int) -> ObjectWriter:
         call = Call("create", key, 0, size)
-        return _WrappingWriter(self, key, self._around(call, lambda cut: self.inner.create(key, size)))
+        return _FaultyWriter(self, key, self._around(call, lambda cut: self.inner.create(key, size)))
 
     def create_parts(self, key: str, size: int, *, token: str = "") -> PartWriter:
         call = Call("create", key, 0, size)
-        return _WrappingPartWriter(
+        return _FaultyPartWriter(
             self, key, self._around(call, lambda cut: self.inner.create_parts(key, size, token=token))
         )
 
@@ -222,8 +247,8 @@ class _WrappingBackend(StorageBackend):
         self.inner.close()
 
 
-class _WrappingWriter(ObjectWriter):
-    def __init__(self, backend: _WrappingBackend, key: str, inner: ObjectWriter) -> None:
+class _FaultyWriter(ObjectWriter):
+    def __init__(self, backend: FaultyBackend, key: str, inner: ObjectWriter) -> None:
         self._backend = backend
         self._key = key
         self._inner = inner
@@ -248,8 +273,8 @@ class _WrappingWriter(ObjectWriter):
             self._inner.abort()
 
 
-class _WrappingPartWriter(PartWriter):
-    def __init__(self, backend: _WrappingBackend, key: str, inner: PartWriter) -> None:
+class _FaultyPartWriter(PartWriter):
+    def __init__(self, backend: FaultyBackend, key: str, inner: PartWriter) -> None:
         self._backend, self._key, self._inner = backend, key, inner
         self.part_bytes, self.token = inner.part_bytes, inner.token
 
@@ -269,94 +294,3 @@ class _WrappingPartWriter(PartWriter):
             self._backend._around(Call("abort", self._key), lambda cut: None)
         finally:
             self._inner.abort()
-
-
-class FaultyBackend(_WrappingBackend):
-    """A backend that passes operations on to another one, except those on which a rule acts.
-
-    If several rules act on an operation, the first one decides. Every rule counts every match.
-
-    Args:
-        inner: The backend to wrap.
-        rules: The faults. The attribute ``rules`` may be changed at any time.
-    """
-
-    def __init__(self, inner: StorageBackend, rules: Sequence[FaultRule] = ()) -> None:
-        super().__init__(inner)
-        self.rules = [*rules]
-
-    def _around(self, call: Call, operation: Callable[[int | None], _T]) -> _T:
-        # A list, not a generator: every rule counts every match.
-        acting = [rule for rule in tuple(self.rules) if rule.acts_on(call)]
-        if not acting:
-            return operation(None)
-        rule = acting[0]
-        if rule.hook is not None:
-            rule.hook(call)
-        if rule.wait is not None and not rule.wait.wait(rule.wait_limit):
-            raise StorageError(
-                f"{call.operation} {call.key!r}: the event of a fault rule was not set within {rule.wait_limit} s"
-            )
-        error = rule.make_error()
-        if error is not None and rule.cut is None and not rule.after:
-            raise error
-        result = operation(rule.cut)
-        if error is not None:
-            raise error
-        return result
-
-
-class CountingBackend(_WrappingBackend):
-    """A backend that records the operations that it passes on to another one.
-
-    The attribute ``calls`` lists the operations in the order in which they began, including those that failed. The size
-    of a ``get`` is recorded when it returns.
-
-    Args:
-        inner: The backend to wrap.
-    """
-
-    def __init__(self, inner: StorageBackend) -> None:
-        super().__init__(inner)
-        self.calls: list[Call] = []
-        self._lock = threading.Lock()
-
-    def count(self, operation: str = "*", key: str = "*") -> int:
-        """Return how many calls match the name ``operation`` and the shell pattern ``key``."""
-        return len(self.matching(operation, key))
-
-    def operations(self) -> Counter[str]:
-        """Return the number of calls of each operation."""
-        with self._lock:
-            return Counter(call.operation for call in self.calls)
-
-    def matching(self, operation: str = "*", key: str = "*") -> list[Call]:
-        """Return the calls that match the name ``operation`` and the shell pattern ``key``."""
-        with self._lock:
-            calls = tuple(self.calls)
-        return [call for call in calls if operation in ("*", call.operation) and fnmatchcase(call.key, key)]
-
-    def bytes_written(self, key: str = "*") -> int:
-        """Return the bytes written to keys that match the shell pattern ``key``."""
-        return sum(call.size for operation in ("put", "write", "put_part") for call in self.matching(operation, key))
-
-    def bytes_read(self, key: str = "*") -> int:
-        """Return the bytes read from keys that match the shell pattern ``key``."""
-        return sum(call.size for operation in ("get", "read_into") for call in self.matching(operation, key))
-
-    def reset(self) -> None:
-        """Forget all calls."""
-        with self._lock:
-            self.calls.clear()
-
-    def _around(self, call: Call, operation: Callable[[int | None], _T]) -> _T:
-        with self._lock:
-            self.calls.append(call)
-            at = len(self.calls) - 1
-        result = operation(None)
-        if call.operation == "get":
-            assert isinstance(result, tuple)
-            with self._lock:
-                if at < len(self.calls) and self.calls[at] is call:
-                    self.calls[at] = Call(call.operation, call.key, 0, len(result[0]))
-        return result

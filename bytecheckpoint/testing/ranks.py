@@ -29,7 +29,7 @@ from ..errors import UsageError
 from .rank_process import Call, FunctionReference, load_function, serve
 from .time_limits import time_limit
 
-__all__ = ["RankPool", "RanksFailed", "run_ranks"]
+__all__ = ["RankPool", "RanksFailed"]
 
 _AFTER_FAILURE_S = 5.0
 _OUTPUT_TAIL = 4000
@@ -346,38 +346,6 @@ class _OneCall:
         for number in self._late:
             text = _settled_text(self.ranks[number].stack_file)
             self._stacks[number] = _with_source(text) if text else "(no stack: the process does not react to signals)"
-
-
-def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_s: float = 120.0,
-    env: Mapping[str, str] | None = None,
-    backend: str | None = "gloo",
-    expect_death: Mapping[int, int] | None = None,
-) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on ranks that start and end with the call.
-
-    Args:
-        fn: A function at the top level of a module or test file.
-        world_size: Number of ranks.
-        *args: Further arguments; they must be picklable.
-        timeout_s: Seconds until ranks that still run are killed, multiplied by ``BCP_TEST_TIME_FACTOR``.
-        env: Environment variables to set in the ranks.
-        backend: Backend of the process group, or None for no process group.
-        expect_death: Signal number by rank, for each rank that a signal must kill during the call.
-
-    Returns:
-        The results by rank, None for a rank whose death was expected.
-
-    Raises:
-        RanksFailed: A rank raised, died or did not finish in time, or survived although its death was expected.
-        TypeError: Ranks cannot find ``fn`` by its name.
-        UsageError: ``world_size`` is less than 1.
-    """
-    with RankPool(world_size) as pool:
-        return pool.run(fn, *args, timeout_s=timeout_s, env=env, backend=backend, expect_death=expect_death)
 
 
 def _reference(fn: Callable[..., Any]) -> FunctionReference:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import xxhash
 import zstandard
+from made_manifests import make_manifest
 
 from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError, StateError, UnsupportedVersionError
 from bytecheckpoint.format.manifest import decode, pack_payload
@@ -30,7 +31,6 @@ from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta
 from bytecheckpoint.testing import time_limit
-from bytecheckpoint.testing.manifests import make_manifest
 
 MIB = 1 << 20
 CANARY = "bytecheckpoint_canary"  # the attacker's code sets this attribute of sys

@@ -19,6 +19,7 @@ import safetensors
 import torch
 import zstandard
 from click.testing import CliRunner
+from counting_backend import CountingBackend
 from damage import flipped, keys_of, replaced, swapped
 from small_training import differing, memory, training
 from sorted_arguments import loading, saving
@@ -46,7 +47,7 @@ from bytecheckpoint.format.checksums import checksum_of
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.testing import time_limit
-from bytecheckpoint.testing.faults import CountingBackend, FaultRule, FaultyBackend
+from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
 from bytecheckpoint.testing.ranks import RankPool
 
 CODECS = ["zstd", "zstd-planes"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from counting_backend import CountingBackend
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from leak_watch import files_left_below
@@ -25,7 +26,6 @@ from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.local import objects as local_objects
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.tensors.geometry import Box
-from bytecheckpoint.testing.faults import CountingBackend
 
 _CHUNKS = (64, 65, 1000, 1 << 20)  # 65 is no multiple of any larger element size; 1000 does not divide the read size
 _SIZES = (64, 4096, 2 << 20)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from golden import EXAMPLE
 from independent_reader import NUMPY, checksums, choices, names, numbers, read_checkpoint, read_payload
+from made_manifests import make_manifest
 
 from bytecheckpoint.format.checksums import checksum_column, checksum_of
 from bytecheckpoint.format.manifest import Manifest, encode
@@ -19,7 +20,6 @@ from bytecheckpoint.format.safetensors import HeaderEntry, build_header, shard_n
 from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
 from bytecheckpoint.tensors.geometry import Box, decompose
 from bytecheckpoint.tensors.metadata import BasicMeta
-from bytecheckpoint.testing.manifests import make_manifest
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 

@@ -16,6 +16,7 @@ from golden import EXAMPLE
 from golden import example as tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_manifests import make_manifest
 from sampling import examples
 
 from bytecheckpoint.errors import (
@@ -30,7 +31,6 @@ from bytecheckpoint.format.manifest import Manifest, decode, encode, pack_metada
 from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
 from bytecheckpoint.tensors.geometry import Box, decompose, find_overlap
 from bytecheckpoint.tensors.metadata import BasicMeta, ByteMeta
-from bytecheckpoint.testing.manifests import make_manifest
 
 F32 = find_dtype("float32")
 

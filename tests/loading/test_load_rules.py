@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting_backend import CountingBackend
 from mismatches import faults_of
 from small_training import differing, memory, plain_model, stepped, training
 from sorted_arguments import loading
@@ -25,7 +26,6 @@ from bytecheckpoint.frameworks.sections import Section, undone_on_failure
 from bytecheckpoint.frameworks.tree import TreeAdapter
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.telemetry import LOAD_STEPS
-from bytecheckpoint.testing import CountingBackend
 
 # -- renaming ----------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from counting_backend import CountingBackend
 from typing_extensions import Buffer
 
 from bytecheckpoint.checkpoint.attempts import attempt_name, job_mark_of, new_attempt, new_attempt_id
@@ -24,7 +25,7 @@ from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import time_limit
-from bytecheckpoint.testing.faults import CountingBackend, FaultRule, FaultyBackend
+from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
 
 INTERVAL_S = 0.1
 

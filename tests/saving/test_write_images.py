@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from counting_backend import CountingBackend
 
 from bytecheckpoint.engine.blocks import PAGE
 from bytecheckpoint.engine.checksums import chunk_checksums
@@ -27,7 +28,7 @@ from bytecheckpoint.telemetry import Timings
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.shards import Shard, basic_meta
 from bytecheckpoint.testing import time_limit
-from bytecheckpoint.testing.faults import Call, CountingBackend, FaultRule, FaultyBackend
+from bytecheckpoint.testing.faults import Call, FaultRule, FaultyBackend
 
 _random = np.random.default_rng(0)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting_backend import CountingBackend
 from sorted_arguments import loading, saving
 from staging_faults import failing_uploads, opens_silent_store
 
@@ -32,7 +33,6 @@ from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.local.page_cache import PageCache
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import time_limit
-from bytecheckpoint.testing.faults import CountingBackend
 from bytecheckpoint.transfer import staged
 from bytecheckpoint.transfer.journal import Journal, find_journals
 

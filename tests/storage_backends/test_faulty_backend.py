@@ -5,11 +5,12 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from counting_backend import CountingBackend
 
 from bytecheckpoint.errors import AccessDeniedError, StorageError, StorageFullError
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import time_limit
-from bytecheckpoint.testing.faults import Call, CountingBackend, FaultRule, FaultyBackend
+from bytecheckpoint.testing.faults import Call, FaultRule, FaultyBackend
 from bytecheckpoint.testing.storage import StorageConformance
 
 

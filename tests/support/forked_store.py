@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend
-from bytecheckpoint.testing.ranks import run_ranks
+from bytecheckpoint.testing.ranks import RankPool
 
 __all__ = ["use_in_forked_child"]
 
@@ -35,4 +35,5 @@ def _use(rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
 
 def use_in_forked_child(url: str, options: dict[str, Any]) -> None:
     """Use a backend, fork, and use it in both processes."""
-    run_ranks(_use, 1, url, {name: value for name, value in options.items() if name != "client"}, backend=None)
+    with RankPool(1) as pool:
+        pool.run(_use, url, {name: value for name, value in options.items() if name != "client"}, backend=None)

@@ -20,6 +20,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from made_manifests import make_manifest
 from sorted_arguments import saving
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,7 +34,6 @@ from bytecheckpoint.save import planning as save_planning
 from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta
-from bytecheckpoint.testing.manifests import make_manifest
 from bytecheckpoint.testing.ranks import RankPool
 
 ROOT = Path(__file__).parents[1] / "golden" / "v1"

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from communicator_tests import CommunicatorConformance
 
 from bytecheckpoint.control import Communicator, SingleProcess, SocketCommunicator
-from bytecheckpoint.testing import CommunicatorConformance, time_limit
+from bytecheckpoint.testing import time_limit
 
 
 def _connect(world_size: int, group_size: int | None = None) -> Iterator[Sequence[Communicator]]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bytecheckpoint.testing import RankPool, RanksFailed, ranks, run_ranks, time_limit
+from bytecheckpoint.testing import RankPool, RanksFailed, ranks, time_limit
 
 
 @dataclass
@@ -235,10 +235,6 @@ def test_nothing_is_left_running():
 def test_functions_that_ranks_cannot_find_are_refused(pool):
     with pytest.raises(TypeError, match="top level of a module"):
         pool.run(lambda rank, world_size: None)
-
-
-def test_one_shot():
-    assert run_ranks(total_of_ranks, 2, 5, timeout_s=30) == [11, 11]
 
 
 def test_ranks_end_with_a_test_process_that_is_killed(tmp_path):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from counting_backend import CountingBackend
 from sorted_arguments import saving
 
 import bytecheckpoint as bcp
@@ -25,7 +26,7 @@ from bytecheckpoint.errors import CommitUnknownError, CorruptionError, KeyExists
 from bytecheckpoint.storage_backends import ObjectWriter, base, open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
-from bytecheckpoint.testing.faults import Call, CountingBackend, FaultRule, FaultyBackend
+from bytecheckpoint.testing.faults import Call, FaultRule, FaultyBackend
 from bytecheckpoint.transfer import source as transfer_source
 from bytecheckpoint.transfer.copying import copy_checkpoint
 from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals

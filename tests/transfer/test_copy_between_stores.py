@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from counting_backend import CountingBackend
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
@@ -19,7 +20,7 @@ from bytecheckpoint.convert.copy import copy, unfinished_uploads
 from bytecheckpoint.errors import CorruptionError, KeyExistsError, StorageError, UsageError
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
-from bytecheckpoint.testing.faults import Call, CountingBackend, FaultRule, FaultyBackend
+from bytecheckpoint.testing.faults import Call, FaultRule, FaultyBackend
 from bytecheckpoint.transfer.copying import copy_checkpoint
 from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals, user_directory
 from tests.support.killed_copies import contents

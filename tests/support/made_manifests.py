@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..format.checksums import CHECKSUM_BYTES, Checksums, checksum_column
-from ..format.manifest import FileTable, Manifest, SectionInfo
-from ..tensors.geometry import Box
-from ..tensors.metadata import BasicMeta
-from ..tensors.tables import BoxTable, TensorTable
+from bytecheckpoint.format.checksums import CHECKSUM_BYTES, Checksums, checksum_column
+from bytecheckpoint.format.manifest import FileTable, Manifest, SectionInfo
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 
 __all__ = ["make_manifest"]
 

@@ -1,4 +1,4 @@
-"""The conformance suite for communicators. Needs pytest."""
+"""The conformance suite for communicators."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import ClassVar, TypeVar
 
 import pytest
 
-from ..control import Communicator, Operation
-from ..errors import BytecheckpointError, DeadlineError, DisagreementError, MismatchError, RankFailedError
-from .time_limits import time_limit
+from bytecheckpoint.control import Communicator, Operation
+from bytecheckpoint.errors import BytecheckpointError, DeadlineError, DisagreementError, MismatchError, RankFailedError
+from bytecheckpoint.testing import time_limit
 
 __all__ = ["CommunicatorConformance"]
 
@@ -276,7 +276,7 @@ def _errors(communicators: Sequence[Communicator], call: Callable[[Operation], N
     def catch(operation: Operation) -> BaseException:
         try:
             call(operation)
-        except Exception as error:  # noqa: BLE001 - the result
+        except Exception as error:
             return error
         raise AssertionError(f"rank {operation.rank} raised nothing")
 
