@@ -124,7 +124,7 @@ class ZstdPlanesCodec(Codec):
         if at + sum(lengths) != len(frame):
             raise FormatError(f"planes of {', '.join(map(str, lengths))} bytes are not a frame of {len(frame)}")
         columns = np.frombuffer(out, np.uint8).reshape(-1, width).T
-        for column, length in zip(columns, lengths):
+        for column, length in zip(columns, lengths, strict=True):
             plane = frame[at : at + length]
             np.copyto(column, np.frombuffer(plane if length == count else _decompress(plane, count), np.uint8))
             at += length

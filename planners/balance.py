@@ -150,7 +150,7 @@ def _choose_by_heaps(shared: _Shared, forced: Int64, order: Int64) -> tuple[Int6
     choice = np.empty(len(order), np.int64)
     sizes, sets = shared.nbytes[order].tolist(), shared.member_set[order].tolist()
     picked: list[int] = []
-    for size, which in zip(sizes, sets):
+    for size, which in zip(sizes, sets, strict=True):
         heap, member = heaps[which], members[which]
         load, index = heap[0]
         while loads[member[index]] != load:
@@ -237,7 +237,9 @@ class Assignment:
         sections = fields.strings("sections")
         rows = fields.columns("rows", len(sections))
         values = fields.in_range("values", fields.integers("values"), 0, held)
-        files = [(section, fields.in_range("rows", part, 0, shards)) for section, part in zip(sections, rows)]
+        files = [
+            (section, fields.in_range("rows", part, 0, shards)) for section, part in zip(sections, rows, strict=True)
+        ]
         return cls(files, values, fields.flags("shared", len(values)))
 
 

@@ -113,7 +113,7 @@ class ContentChecks:
             At most 40 bytes for ``ContentComparison.is_unchanged``.
         """
         total = declared ^ contribution(everywhere, 0, self.rank, self.world_size)
-        for number, place, size, items in zip(self.number, self.place, self.size, self.equal):
+        for number, place, size, items in zip(self.number, self.place, self.size, self.equal, strict=True):
             total ^= contribution(contents[items].tobytes(), number, place, size)
         return total.to_bytes(CONTRIBUTION_BYTES, "little") + self._marks(contents)
 
@@ -226,7 +226,7 @@ class ContentComparison:
                 },
             )
             places = np.array([np.searchsorted(one, ranks) for one in sets], np.int64).reshape(-1, len(ranks))
-            for rank, place in zip(ranks.tolist(), places.T.tolist()):
+            for rank, place in zip(ranks.tolist(), places.T.tolist(), strict=True):
                 packed[rank] = pack_message(_KIND, {"place": place, "group": [group]})
         return packed
 
@@ -298,7 +298,7 @@ def compare_contents(held: Sequence[HeldContents], world_size: int) -> ContentCo
         [np.sort(np.concatenate([held[group].ranks for group in groups])) for groups in sets],
         [
             (one.ranks, _by_set(in_set[rows], items.item[listed_rows[rows]]), np.array(others, np.int64))
-            for one, rows, others in zip(held, by_group, differing_items)
+            for one, rows, others in zip(held, by_group, differing_items, strict=True)
         ],
         [_marks_of(held, places) for _, places in differing],
     )
@@ -322,7 +322,7 @@ class _Items:
         counts = np.array([len(one.keys) for one in held], np.int64)
         number_of: dict[Hashable, int] = dict.fromkeys(chain.from_iterable(one.keys for one in held), 0)
         keys = list(number_of)
-        number_of = dict(zip(keys, range(len(keys))))
+        number_of = dict(zip(keys, range(len(keys)), strict=True))
         listed = chain.from_iterable(one.keys for one in held)
         number = np.fromiter(map(number_of.__getitem__, listed), np.int64, int(counts.sum()))
         order = np.argsort(number, kind="stable")
@@ -375,7 +375,8 @@ def _by_number(number: Int64, count: int) -> list[Int64]:
 def _by_set(number: Int64, items: Int64) -> list[tuple[int, Int64]]:
     """Return the items of each number, which ascends."""
     begins = np.flatnonzero(np.diff(number, prepend=-1))
-    return list(zip(number[begins].tolist(), np.split(items, begins[1:])))
+    # Nothing is split into one empty array.
+    return list(zip(number[begins].tolist(), np.split(items, begins[1:]), strict=False))
 
 
 def _all_equal(contents: Sequence[ContentDigests]) -> Bool:

@@ -80,7 +80,7 @@ def _packed(begin: list[int], end: list[int], size: int, gap: int) -> list[int]:
     starts = [0]
     first = begin[0]
     reach = end[0]
-    for i, (low, high) in enumerate(zip(begin, end)):
+    for i, (low, high) in enumerate(zip(begin, end, strict=True)):
         if high - first > size or low - reach > gap:
             if i:
                 starts.append(i)
@@ -110,8 +110,8 @@ def byte_span(inner: Box, outer: Box, itemsize: int) -> tuple[int, int]:
         return 0, 0
     strides = row_major_strides(outer.lengths)
     local = inner.relative_to(outer)
-    first = sum(o * s for o, s in zip(local.offsets, strides))
-    last = sum((o + n - 1) * s for o, n, s in zip(local.offsets, local.lengths, strides))
+    first = sum(o * s for o, s in zip(local.offsets, strides, strict=True))
+    last = sum((o + n - 1) * s for o, n, s in zip(local.offsets, local.lengths, strides, strict=True))
     return first * itemsize, (last + 1) * itemsize
 
 

@@ -43,7 +43,7 @@ class LoadPlan:
         Returns:
             An iterator of requested row, stored row and box.
         """
-        return zip(self.requested.tolist(), self.stored.tolist(), self.boxes)
+        return zip(self.requested.tolist(), self.stored.tolist(), self.boxes, strict=True)
 
 
 def plan_load(tensors: TensorTable, stored: BoxTable, requested: BoxTable) -> LoadPlan:
@@ -77,7 +77,7 @@ def plan_load(tensors: TensorTable, stored: BoxTable, requested: BoxTable) -> Lo
     found += _intersect(
         stored, requested, of_few, np.repeat(low[few], sizes[few]), np.repeat((high - low)[few], sizes[few]), every
     )
-    for begin, size, first, last in zip(*(column[~few].tolist() for column in (begins, sizes, low, high))):
+    for begin, size, first, last in zip(*(column[~few].tolist() for column in (begins, sizes, low, high)), strict=True):
         rows = order[begin : begin + size]
         found += _intersect(stored, requested, rows, *_candidates(stored, first, last, requested, rows))
     _reject_missing(tensors, stored, requested, found)
@@ -159,7 +159,9 @@ def _reject_missing(tensors: TensorTable, stored: BoxTable, requested: BoxTable,
     if len(short) == 0:
         return
     faults: list[str] = []
-    for tensor, first, count in zip(*np.unique(requested.tensor[short], return_index=True, return_counts=True)):
+    for tensor, first, count in zip(
+        *np.unique(requested.tensor[short], return_index=True, return_counts=True), strict=True
+    ):
         box = requested.box_of(int(short[first]))
         more = f" (and {count - 1} more requested boxes)" if count > 1 else ""
         faults.append(f"{tensors.names[tensor]}: requested {box}, {_first_missing(stored, int(tensor), box)}{more}")

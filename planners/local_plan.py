@@ -67,7 +67,7 @@ class ValueNames:
 
     def keys(self) -> list[ValueKey]:
         """Section and path of each value."""
-        return list(zip(self.sections, self.paths))
+        return list(zip(self.sections, self.paths, strict=True))
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ def _layouts(fields: Fields) -> list[MeshLayout]:
     if len(columns) % 3:
         raise fields.malformed("a layout is incomplete")
     layouts = []
-    for shape, numbers, blocks in zip(columns[::3], columns[1::3], columns[2::3]):
+    for shape, numbers, blocks in zip(columns[::3], columns[1::3], columns[2::3], strict=True):
         cuts = []
         at = 0
         while at < len(numbers):

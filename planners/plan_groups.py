@@ -74,13 +74,15 @@ def mesh_boxes(layout: MeshLayout, shape: Sequence[int], coordinates: Int64) -> 
     """
     if len(layout.cuts) != len(shape):
         raise PlanError(f"a mesh layout has {len(layout.cuts)} dimensions, but its tensor has shape {tuple(shape)}")
-    if any(size % blocks for size, blocks in zip(shape, layout.blocks)):
-        raise PlanError(f"a mesh layout divides a tensor of shape {tuple(shape)} into {layout.blocks} equal blocks")
     if layout.blocks:
-        shape = [size // blocks for size, blocks in zip(shape, layout.blocks)]
+        if len(layout.blocks) != len(shape) or any(
+            size % blocks for size, blocks in zip(shape, layout.blocks, strict=True)
+        ):
+            raise PlanError(f"a mesh layout divides a tensor of shape {tuple(shape)} into {layout.blocks} equal blocks")
+        shape = [size // blocks for size, blocks in zip(shape, layout.blocks, strict=True)]
     offsets = np.zeros((len(coordinates), len(shape)), np.int64)
     lengths = np.empty((len(coordinates), len(shape)), np.int64)
-    for axis, (size, cuts) in enumerate(zip(shape, layout.cuts)):
+    for axis, (size, cuts) in enumerate(zip(shape, layout.cuts, strict=True)):
         held: Int64 = np.full(len(coordinates), size, np.int64)
         for dim in cuts:
             each = -(-held // layout.shape[dim])
@@ -193,7 +195,7 @@ def held_rows(
     empty: Int64 = np.empty(0, np.int64)
     parts: list[_Part] = [(empty, empty, empty, empty, empty)]
     common: dict[Hashable, _Common] = {}
-    for group, new, own_new in zip(groups, rows, own):
+    for group, new, own_new in zip(groups, rows, own, strict=True):
         for part in _common_parts(group, new):
             known = common.setdefault(part.key, part)
             if known is not part:
@@ -201,7 +203,7 @@ def held_rows(
         parts += _own_parts(group, tensors, new, own_new)
     for part in common.values():
         parts += part.held(tensors, sets)
-    tensor, offsets, lengths, member_set, source = map(np.concatenate, zip(*parts))
+    tensor, offsets, lengths, member_set, source = map(np.concatenate, zip(*parts, strict=True))
     return HeldRows(BoxTable.from_columns(tensors, tensor, offsets, lengths), member_set, source)
 
 
@@ -227,7 +229,7 @@ class _Common:
 
     def held(self, tensors: TensorTable, sets: RankSets) -> Iterator[_Part]:
         """Yield each distinct box with the set of its holders."""
-        ranks, coordinates = map(np.concatenate, zip(*self.holders))
+        ranks, coordinates = map(np.concatenate, zip(*self.holders, strict=True))
         order = np.argsort(ranks)
         ranks, coordinates = ranks[order], coordinates[order]
         if self.layout is None:
@@ -256,7 +258,9 @@ def _common_parts(group: PlanGroup, rows: Int64) -> Iterator[_Common]:
     source = np.cumsum(counts) - counts
     none: Int64 = np.empty((len(group.ranks), 0), np.int64)
     kind = np.where(table.own, OWN_BOXES, table.held) * len(table.tensors.sections) + table.tensors.section
-    for number, (layout, coordinates) in enumerate(zip((None, *table.layouts), (none, *group.coordinates))):
+    for number, (layout, coordinates) in enumerate(
+        zip((None, *table.layouts), (none, *group.coordinates), strict=True)
+    ):
         for section in range(len(table.tensors.sections)):
             held = np.flatnonzero(kind == number * len(table.tensors.sections) + section)
             if len(held):

@@ -158,7 +158,7 @@ def classify_requests(
             stripe = find_stripe(request, meta.shape, meta.dtype.itemsize)
             if stripe and _longest_stored(stored, request.tensor, stripe.axis) <= request.box.lengths[stripe.axis]:
                 stripe = None
-            fineness = tuple(round(whole / part) for whole, part in zip(meta.shape, request.box.lengths))
+            fineness = tuple(round(whole / part) for whole, part in zip(meta.shape, request.box.lengths, strict=True))
             split = fineness if any(parts > 1 for parts in fineness) else ()
             key = (int(tensors.section[request.tensor]), split, stripe and (stripe.axis, stripe.number))
             nbytes = request.box.numel * meta.dtype.itemsize
@@ -190,7 +190,9 @@ def _order(member: _Member) -> tuple[int, tuple[int, ...], tuple[int, ...], str]
 def _make_class(salt: str, key: tuple[object, ...], members: Sequence[_Member]) -> RequestClass:
     stripes = tuple(member.stripe for member in members if member.stripe is not None)
     boxes = [stripe.frame for stripe in stripes] or [member.request.box for member in members]
-    identity = repr((salt, key, [(m.request.tensor, *box, m.request.dtype) for m, box in zip(members, boxes)]))
+    identity = repr(
+        (salt, key, [(m.request.tensor, *box, m.request.dtype) for m, box in zip(members, boxes, strict=True)])
+    )
     digest = hashlib.blake2b(identity.encode(), digest_size=16).digest()
     summary = ClassSummary(digest, stripes[0].parts, stripes[0].number) if stripes else ClassSummary(digest, 1, 0)
     return RequestClass(summary, tuple(m.position for m in members), sum(m.nbytes for m in members), stripes)

@@ -161,7 +161,9 @@ class SavePlan:
         found: list[tuple[str, str, int | None]] = []
         found += [(self.files[row].section, "tensors", row) for row in self.file_rows(rank)]
         values = self._value_rows(rank)
-        named = list(zip([self.values.keys[row][0] for row in values.tolist()], self.values.shared[values].tolist()))
+        named = list(
+            zip([self.values.keys[row][0] for row in values.tolist()], self.values.shared[values].tolist(), strict=True)
+        )
         for kind, shared in (("values", True), ("rank_values", False)):
             sections = dict.fromkeys(section for section, is_shared in named if is_shared == shared)
             found += [(section, kind, None) for section in sections]
@@ -189,7 +191,9 @@ class SavePlan:
         order, starts = self._values_by_rank
         shared = pack_flags(self.values.shared[order])
         bounds = pairwise(starts.tolist())
-        values = zip(pack_columns(self.values.index[order], starts), [shared[begin:end] for begin, end in bounds])
+        values = zip(
+            pack_columns(self.values.index[order], starts), [shared[begin:end] for begin, end in bounds], strict=True
+        )
         return pack_columns(self.source[self.order], self.file_starts), list(values)
 
 
@@ -359,7 +363,7 @@ def _reject_outside(tensors: TensorTable, boxes: BoxTable, numbers: ElementNumbe
         return
     faults: list[str] = []
     bad, first, count = np.unique(boxes.tensor[outside], return_index=True, return_counts=True)
-    for tensor, row, many in zip(bad.tolist(), outside[first].tolist(), count.tolist()):
+    for tensor, row, many in zip(bad.tolist(), outside[first].tolist(), count.tolist(), strict=True):
         more = f" (and {many - 1} more boxes)" if many > 1 else ""
         text = f"{_corner_text(boxes, row)} of rank {int(rank[row])}{more}"
         faults.append(f"{tensors.names[tensor]} {tensors.meta_of(tensor)}: {text}")

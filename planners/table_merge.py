@@ -81,7 +81,7 @@ def merge_tensors(
     descriptions.
     """
     shared = [np.flatnonzero(~group.table.own) for group in groups]
-    named = [_names(group, rows) for group, rows in zip(groups, shared)]
+    named = [_names(group, rows) for group, rows in zip(groups, shared, strict=True)]
     own_names = [_own_names(group) for group in groups]
     known, numbers = _numbered(named)
     owned = [name for of_group in own_names for names in of_group for name in names]
@@ -99,7 +99,7 @@ def merge_tensors(
     rows: list[Int64] = []
     own: list[Int64] = []
     at = len(known)
-    for group, places, number, of_group in zip(groups, shared, numbers, own_names):
+    for group, places, number, of_group in zip(groups, shared, numbers, own_names, strict=True):
         new = np.full(len(group.table.tensors), -1, np.int64)
         new[places] = row_of[number]
         rows.append(new)
@@ -110,7 +110,7 @@ def merge_tensors(
     if conflicts:
         raise PlanError(_conflict_text(groups, conflicts))
     scope = np.full(len(names), -1, np.int64)
-    for group, places in zip(groups, own):
+    for group, places in zip(groups, own, strict=True):
         scope[places] = group.ranks
     return table, scope, rows, own
 
@@ -122,7 +122,7 @@ def _numbered(named: Sequence[list[str]]) -> tuple[dict[str, int], list[Int64]]:
     for names in named:
         after = range(len(number_of), len(number_of) + len(names))
         if number_of.keys().isdisjoint(names):
-            number_of.update(zip(names, after))
+            number_of.update(zip(names, after, strict=True))
             numbers.append(np.array(after, np.int64))
             continue
         for name in names:
@@ -150,7 +150,7 @@ def _table(
     facts = np.full((3, len(names)), -1, np.int64)
     conflicting = np.zeros(len(names), np.bool_)
     sources: list[tuple[TensorTable, Int64, Int64]] = []
-    for group, new, own_names in zip(groups, rows, own):
+    for group, new, own_names in zip(groups, rows, own, strict=True):
         tensors = group.table.tensors
         shared, own_rows = np.flatnonzero(~group.table.own), np.flatnonzero(group.table.own)
         old = np.concatenate((shared, np.repeat(own_rows, own_names.shape[1])))
@@ -200,7 +200,7 @@ def _conflict_text(groups: Sequence[PlanGroup], names: list[str]) -> str:
 def merge_pinned(groups: Sequence[PlanGroup], tensors: TensorTable, rows: Sequence[Int64]) -> Bool:
     """By tensor, whether any rank requires the lowest holder to write it. A rank writes its own tensors in any case."""
     pinned = np.zeros(len(tensors), np.bool_)
-    for group, new in zip(groups, rows):
+    for group, new in zip(groups, rows, strict=True):
         pinned[new[group.table.pinned & ~group.table.own]] = True
     return pinned
 
@@ -230,7 +230,7 @@ def _agreed(
     what: str, value_name: str, groups: Sequence[PlanGroup], pairs: Sequence[Sequence[tuple[str, str]]]
 ) -> list[tuple[str, str]]:
     claims: dict[str, dict[str, list[int]]] = {}
-    for group, one in zip(groups, pairs):
+    for group, one in zip(groups, pairs, strict=True):
         for name, value in one:
             claims.setdefault(name, {}).setdefault(value, []).extend(group.ranks.tolist())
     faults = [
@@ -253,7 +253,7 @@ def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -
     tables = [group.table.values for group in lowest_first]
     keys = list(chain.from_iterable(values.keys() for values in tables))
     distinct = sorted(dict.fromkeys(keys))
-    number_of = dict(zip(distinct, range(len(distinct))))
+    number_of = dict(zip(distinct, range(len(distinct)), strict=True))
     number = np.fromiter(map(number_of.__getitem__, keys), np.int64, len(keys))
     counts = np.array([len(values) for values in tables], np.int64)
     group = np.repeat(np.arange(len(tables)), counts)

@@ -63,7 +63,7 @@ def pack_columns(values: Int64, starts: Int64) -> list[bytes]:
     for width in np.unique(widths).tolist():
         prefix, words = bytes([width]), values.astype(_WORDS[width]).tobytes()
         rows = np.flatnonzero(widths == width)
-        bounds = zip(rows.tolist(), (starts[rows] * width).tolist(), (starts[rows + 1] * width).tolist())
+        bounds = zip(rows.tolist(), (starts[rows] * width).tolist(), (starts[rows + 1] * width).tolist(), strict=True)
         for row, begin, end in bounds:
             packed[row] = prefix + words[begin:end]
     return packed
@@ -125,7 +125,7 @@ def _joined(messages: Sequence[bytes], widths: Int64, lengths: Int64, begins: In
     values = np.empty(int(starts[-1]), np.int64)
     for width in np.unique(widths).tolist():
         rows = np.flatnonzero(widths == width)
-        bounds = zip(rows.tolist(), begins[rows].tolist(), ends[rows].tolist())
+        bounds = zip(rows.tolist(), begins[rows].tolist(), ends[rows].tolist(), strict=True)
         words = np.frombuffer(b"".join([messages[row][begin:end] for row, begin, end in bounds]), _WORDS[width])
         if len(rows) == len(messages):
             return words.astype(np.int64)
@@ -234,7 +234,7 @@ class Fields:
         flat = self.strings(name)
         if len(flat) % 2:
             raise self.malformed(f"field {name!r} holds half a pair")
-        return list(zip(flat[::2], flat[1::2]))
+        return list(zip(flat[::2], flat[1::2], strict=True))
 
     def tensors(self) -> TensorTable:
         """Return the table of ``tensor_fields``. Every name is unique and begins with its section."""
@@ -249,7 +249,7 @@ class Fields:
         prefixes = [f"{section}." for section in sections]
         of_name = [prefixes[code] for code in section.tolist()]
         if not all(map(str.startswith, names, of_name)):
-            name = next(name for name, prefix in zip(names, of_name) if not name.startswith(prefix))
+            name = next(name for name, prefix in zip(names, of_name, strict=True) if not name.startswith(prefix))
             raise self.malformed(f"the name of tensor {name!r} does not begin with its section")
         return TensorTable(names, sections, section, dtype, ndim, shape)
 

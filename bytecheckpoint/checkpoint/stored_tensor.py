@@ -146,7 +146,7 @@ def _index_box(index: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tupl
     offsets: list[int] = []
     lengths: list[int] = []
     rest: list[Any] = []
-    for d, (item, size) in enumerate(zip(items, shape)):
+    for d, (item, size) in enumerate(zip(items, shape, strict=True)):
         if isinstance(item, slice):
             try:
                 start, stop, step = item.indices(size)

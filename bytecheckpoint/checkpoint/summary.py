@@ -20,7 +20,7 @@ def summary_html(url: str, manifest: Manifest) -> str:
     rows = [
         f"<tr><td>{escape(section.name)}</td><td>{escape(section.kind)}</td>"
         f"<td style='text-align:right'>{count:,}</td><td style='text-align:right'>{int(size):,}</td></tr>"
-        for section, count, size in zip(manifest.sections, counts.tolist(), nbytes.tolist())
+        for section, count, size in zip(manifest.sections, counts.tolist(), nbytes.tolist(), strict=True)
     ]
     saved = f"step {manifest.step}, saved {escape(manifest.created)} by {manifest.world_size} rank(s)"
     return (

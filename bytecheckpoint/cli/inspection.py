@@ -352,7 +352,7 @@ def _print_files(out: Output, files: Sequence[Mapping[str, Any]]) -> None:
 def _explained(location: Location, rules: Rules) -> Iterator[dict[str, Any]]:
     """The rule of each stored tensor, and the boxes of tensors that it is."""
     stored, resolution = CheckpointSource(location, location.open(), rules).explain()
-    for source, held in zip(stored.sources, resolution.by_source()):
+    for source, held in zip(stored.sources, resolution.by_source(), strict=True):
         rule = rules.rule_of(source.name)
         assert rule is not None
         yield {

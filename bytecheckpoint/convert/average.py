@@ -124,7 +124,7 @@ def average(
     values += [ValuesFile(f"{attempt}/{name}", owner, COMPANION, 0, document) for name, document in kept.items()]
     with cleanup_on_failure(lambda: remove_attempt(store, attempt)), ExitStack() as stack:
         readers = [stack.enter_context(Rewriter(one.index)) for one in contents]
-        sources = [_Source(reader, one.rows) for reader, one in zip(readers, contents)]
+        sources = [_Source(reader, one.rows) for reader, one in zip(readers, contents, strict=True)]
         averager = stack.enter_context(_Averager(part, sources, shares))
         copied = averager.check_integers()
         new = averager.write_all(store, attempt, outputs, progress, values)
@@ -243,7 +243,11 @@ class _Averager(Rewriter):
             whole = OutputTensor("", row, Box.whole(meta.shape), meta.dtype)
             for batch in self._batches([whole]):
                 first, *others = (self._of(source, batch) for source in self._sources)
-                if any(not torch.equal(as_bytes(a), as_bytes(b)) for other in others for a, b in zip(first, other)):
+                if any(
+                    not torch.equal(as_bytes(a), as_bytes(b))
+                    for other in others
+                    for a, b in zip(first, other, strict=True)
+                ):
                     faults.append(("integer", self._names[row], ""))
                     break
         _raise(faults)
@@ -252,22 +256,26 @@ class _Averager(Rewriter):
     def _of(self, source: _Source, batch: Sequence[OutputTensor]) -> list[torch.Tensor]:
         stored = [self._manifest.tensors.meta_of(one.row).dtype for one in batch]
         return source.reader._read_all(
-            [replace(one, row=source.rows[self._names[one.row]], dtype=dtype) for one, dtype in zip(batch, stored)]
+            [
+                replace(one, row=source.rows[self._names[one.row]], dtype=dtype)
+                for one, dtype in zip(batch, stored, strict=True)
+            ]
         )
 
     def _read_all(self, batch: Sequence[OutputTensor], memory: torch.Tensor | None = None) -> list[torch.Tensor]:
         sums: list[torch.Tensor] = []
-        for source, share in zip(self._sources, self._shares):
+        for source, share in zip(self._sources, self._shares, strict=True):
             found = self._of(source, batch)
             if not sums:
                 sums = [
-                    _start(tensor, share) if _is_averaged(one.dtype) else tensor for tensor, one in zip(found, batch)
+                    _start(tensor, share) if _is_averaged(one.dtype) else tensor
+                    for tensor, one in zip(found, batch, strict=True)
                 ]
                 continue
-            for total, tensor, one in zip(sums, found, batch):
+            for total, tensor, one in zip(sums, found, batch, strict=True):
                 if _is_averaged(one.dtype):
                     total.add_(tensor.to(total.dtype), alpha=share)
-        return [total.to(one.torch_dtype) for total, one in zip(sums, batch)]
+        return [total.to(one.torch_dtype) for total, one in zip(sums, batch, strict=True)]
 
 
 def _start(tensor: torch.Tensor, share: float) -> torch.Tensor:

@@ -146,7 +146,7 @@ def plan_files(manifest: Manifest, files: int, layout: Layout, attempt: str) -> 
             if len(pieces) == 1:
                 whole.append(pieces[0])
             else:
-                for part, piece in zip(parts, pieces):
+                for part, piece in zip(parts, pieces, strict=True):
                     part.append(piece)
         _balance(whole, parts)
         for number, part in enumerate(parts):

@@ -226,11 +226,16 @@ class Rewriter:
         metas = [self._manifest.tensors.meta_of(tensor.row) for tensor in batch]
         dtypes = [tensor.torch_dtype for tensor in batch]
         starts = itertools.accumulate(
-            (_aligned(one.box.numel * max(meta.dtype.itemsize, one.dtype.itemsize)) for one, meta in zip(batch, metas)),
+            (
+                _aligned(one.box.numel * max(meta.dtype.itemsize, one.dtype.itemsize))
+                for one, meta in zip(batch, metas, strict=True)
+            ),
             initial=0,
         )
-        places = list(zip(batch, starts))
-        found = [_tensor_in(memory, at, one.box, torch_dtype(meta)) for (one, at), meta in zip(places, metas)]
+        places = list(zip(batch, starts, strict=True))
+        found = [
+            _tensor_in(memory, at, one.box, torch_dtype(meta)) for (one, at), meta in zip(places, metas, strict=True)
+        ]
         shards = [self._manifest.shards_of(row) for row in sorted({tensor.row for tensor in batch})]
         rows = np.concatenate([np.arange(part.start, part.stop, dtype=np.int64) for part in shards])
         requested = BoxTable.build([(tensor.row, tensor.box) for tensor in batch])
@@ -241,17 +246,17 @@ class Rewriter:
             self._average(parts)
         found = [
             tensor if one.added is None else one.added.added_to(tensor, one.box, self.read)
-            for tensor, one in zip(found, batch)
+            for tensor, one in zip(found, batch, strict=True)
         ]
         return [
             tensor if tensor.dtype == dtype else _tensor_in(memory, PIECE_BYTES + at, one.box, dtype).copy_(tensor)
-            for tensor, dtype, (one, at) in zip(found, dtypes, places)
+            for tensor, dtype, (one, at) in zip(found, dtypes, places, strict=True)
         ]
 
     def _average(self, parts: Sequence[ReadPart]) -> None:
         """Replace what was read by the mean with what the other ranks stored, computed in float64."""
         for part in parts:
-            readers = [one for one, has in zip(self._others, self._others_of) if has[part.row]]
+            readers = [one for one, has in zip(self._others, self._others_of, strict=True) if has[part.row]]
             if readers and part.out.numel():
                 total, value = part.out.double(), torch.empty_like(part.out, memory_format=torch.contiguous_format)
                 for reader in readers:

@@ -92,7 +92,7 @@ class TorchLayout:
             StorageError: A store failed.
         """
         run, crcs = self.runs[0], list[int]()
-        for tensor, following in zip(self.tensors, self.runs[1:]):
+        for tensor, following in zip(self.tensors, self.runs[1:], strict=True):
             writer.write(offset, run)
             offset += len(run)
             crc, end = 0, offset + tensor.nbytes

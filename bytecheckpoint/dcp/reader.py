@@ -250,7 +250,7 @@ class Reader(StorageReader):
         row = stored[fqn].row
         meta = checkpoint.manifest.tensors.meta_of(row)
         origin = index.offset if index.offset is not None else (0,) * len(item.storage_offsets)
-        box = Box(tuple(a + b for a, b in zip(origin, item.storage_offsets)), tuple(item.lengths))
+        box = Box(tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True)), tuple(item.lengths))
         if tuple(tensor.shape) != box.lengths:
             detail = f"the planner returned a tensor of shape {tuple(tensor.shape)} for the box {box}"
             raise MismatchError(f"{fqn}: {detail}", [("shape", fqn, detail)])

@@ -172,8 +172,10 @@ def assemble(
     offsets: list[int] = []
     empty: set[int] = set()
     first_file = 0
-    for (_, record), rows in zip(records, new_rows):
-        columns = zip(record.boxes.tensor.tolist(), record.boxes, record.file.tolist(), record.offset.tolist())
+    for (_, record), rows in zip(records, new_rows, strict=True):
+        columns = zip(
+            record.boxes.tensor.tolist(), record.boxes, record.file.tolist(), record.offset.tolist(), strict=True
+        )
         for tensor, box, file, offset in columns:
             row = rows[tensor]
             if not box.numel:  # all of a tensor without elements: several ranks may have it

@@ -69,11 +69,11 @@ class ChunkHasher:
             first += 1
         begins, ends = (self._starts[first:done] - start).tolist(), (self._stops[first:done] - start).tolist()
         if self._assumed[first:done].any():
-            for chunk, begin, end in zip(range(first, done), begins, ends):
+            for chunk, begin, end in zip(range(first, done), begins, ends, strict=True):
                 if not self._assumed[chunk]:
                     self._keep(chunk, [checksum_of(data[begin:end])])
         else:
-            self._keep(first, [checksum_of(data[begin:end]) for begin, end in zip(begins, ends)])
+            self._keep(first, [checksum_of(data[begin:end]) for begin, end in zip(begins, ends, strict=True)])
         self.chunks_done = done
         if done < len(self._starts) and self._starts[done] < stop and not self._assumed[done]:
             self._partial = xxhash.xxh3_128(data[int(self._starts[done]) - start :])

@@ -84,7 +84,7 @@ class ChunkEncoder:
     def __init__(self, image: FileImage, chunk_size: int, codec: Codec, hasher: ChunkHasher) -> None:
         self._codec, self._hasher, self._base = codec, hasher, image.base
         ends, widths = [len(image.head)], [0]
-        for offset, nbytes, width in zip(image.offsets, image.nbytes, image.widths):
+        for offset, nbytes, width in zip(image.offsets, image.nbytes, image.widths, strict=True):
             begin = len(image.head) + offset
             chunks = range(begin + chunk_size, begin + nbytes, chunk_size)
             ends += [*chunks, begin + nbytes] if nbytes else []

@@ -92,7 +92,7 @@ class FileImage:
     def staged_ranges(self) -> Sequence[tuple[int, int]]:
         """Return the ranges of bytes of the file between the gaps."""
         edges = [0, *(edge for gap in self.gaps for edge in gap), self.size]
-        return [(begin, end) for begin, end in zip(edges[::2], edges[1::2]) if begin < end]
+        return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
 
     def head_checksum(self) -> bytes:
         """Return the checksum of the head that the manifest records."""
@@ -121,7 +121,7 @@ def lay_out_file(section: str, rows: Int64, shards: Sequence[Shard], metadata: d
             shape=shard.box.lengths,
             nbytes=size,
         )
-        for shard, size in zip(shards, nbytes)
+        for shard, size in zip(shards, nbytes, strict=True)
     ]
     offsets, _ = consecutive_offsets(np.array(nbytes, np.int64))
     widths = [_width(shard.meta.dtype) for shard in shards]

@@ -44,7 +44,7 @@ def _unchanged_chunks(image: FileImage, chunk_size: int, executor: Executor, hel
     base, found = image.base, np.zeros(len(image.base.checksum), bool)
     tensors: deque[tuple[torch.Tensor, int, int]] = deque()  # with their first chunks, and how many they have
     first = 0
-    for shard, nbytes in zip(image.shards, image.nbytes):
+    for shard, nbytes in zip(image.shards, image.nbytes, strict=True):
         count = -(-nbytes // chunk_size)
         tensor = shard.tensor
         if count and not is_derived(tensor) and tensor.is_cpu and is_plain(tensor):
@@ -86,4 +86,4 @@ def _gaps(image: FileImage, chunk_size: int) -> list[tuple[int, int]]:
     begins, ends = begins[image.shared], ends[image.shared]
     is_first = np.append(True, begins[1:] != ends[:-1])[: len(begins)]
     begins, ends = begins[is_first], ends[np.append(is_first[1:], True)[: len(ends)]]
-    return [(begin, end) for begin, end in zip(begins.tolist(), ends.tolist()) if end - begin >= _MIN_GAP]
+    return [(begin, end) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True) if end - begin >= _MIN_GAP]

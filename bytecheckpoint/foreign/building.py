@@ -201,7 +201,7 @@ class IndexBuilder:
                 continue
             try:
                 for box, start in contiguous_boxes(piece.box.lengths, piece.strides):
-                    moved = Box(tuple(a + b for a, b in zip(piece.box.offsets, box.offsets)), box.lengths)
+                    moved = Box(tuple(a + b for a, b in zip(piece.box.offsets, box.offsets, strict=True)), box.lengths)
                     yield Piece(moved, piece.file, piece.offset + start * itemsize)
             except UnsupportedTensorError as error:
                 raise UnsupportedTensorError(f"{'.'.join(name)}: {error}") from error
@@ -270,4 +270,4 @@ def contiguous_boxes(lengths: Sequence[int], strides: Sequence[int]) -> Iterator
         )
     box_lengths = tuple(length if d in inner else 1 for d, length in enumerate(lengths))
     for offsets in product(*outer):
-        yield Box(offsets, box_lengths), sum(offset * stride for offset, stride in zip(offsets, strides))
+        yield Box(offsets, box_lengths), sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))

@@ -63,7 +63,7 @@ def _add_extra_state(place: Place, builder: IndexBuilder) -> int:
     shared, own = _divide(list(trees.values()))
     values = TorchValues(builder)
     builder.add_tree(EXTRA_SECTION, values.tree(shared))
-    for rank, tree in zip(trees, own):
+    for rank, tree in zip(trees, own, strict=True):
         if tree:
             builder.add_tree(EXTRA_SECTION, values.tree(tree), rank=rank)
     return max(trees) + 1
@@ -80,7 +80,7 @@ def _divide(trees: list[Any]) -> tuple[Any, list[Any]]:
         found = [tree.get(key, _MISSING) for tree in trees]
         if all(type(one) is dict for one in found):
             shared[key], rest = _divide(found)
-            for part_of_rank, part in zip(own, rest):
+            for part_of_rank, part in zip(own, rest, strict=True):
                 if part:
                     part_of_rank[key] = part
         elif all(_equal(found[0], one) for one in found):
@@ -88,7 +88,7 @@ def _divide(trees: list[Any]) -> tuple[Any, list[Any]]:
         elif any(type(one) is TensorRef for one in found):
             shared[key] = UnreadObject("a tensor that differs between the ranks")
         else:
-            for part_of_rank, one in zip(own, found):
+            for part_of_rank, one in zip(own, found, strict=True):
                 if one is not _MISSING:
                     part_of_rank[key] = one
     return shared, own

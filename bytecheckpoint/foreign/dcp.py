@@ -226,7 +226,7 @@ class DcpFolder:
             by_file[item.file].append(item)
         read = read_all(lambda file: self._read_file(file, by_file[file]), by_file)
         for group, archives in zip(by_file.values(), read, strict=True):
-            found.update((item, archive.value) for item, archive in zip(group, archives))
+            found.update((item, archive.value) for item, archive in zip(group, archives, strict=True))
         return found
 
     def _plain_tensor(self, item: Item, header: bytes) -> Any:

@@ -96,7 +96,7 @@ def _add_torch_model(place: Place, builder: IndexBuilder) -> bool:
     values = TorchValues(builder)
     tensors: dict[str, Any] = {}
     places: dict[str, str] = {}
-    for file, document in zip(files, documents):
+    for file, document in zip(files, documents, strict=True):
         tree = values.tree(document)
         if not is_state_dict(tree) and tree != {}:
             raise FormatError(f"{place.backend.url}/{file}: it does not hold a model's tensors by name")

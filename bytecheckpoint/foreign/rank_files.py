@@ -69,7 +69,7 @@ class _Folder:
         sources: list[Source] = []
         names: list[str] = []  # of the tensors that hold the sources
         aliases: list[int] = []
-        for file, index in zip(self._files, self._read):
+        for file, index in zip(self._files, self._read, strict=True):
             manifest = index.manifest
             self._add_tensors(file, index)
             tied = dict(manifest.aliases)
@@ -105,7 +105,7 @@ class _Folder:
             self._builder.add_tensor(_SECTION, _stored_name(file, full), leaf)
         if index.crcs is not None:
             crcs = (index.crcs.begin, index.crcs.end, index.crcs.crc)
-            for begin, end, crc in zip(*(column.tolist() for column in crcs)):
+            for begin, end, crc in zip(*(column.tolist() for column in crcs), strict=True):
                 self._builder.add_crc(number, begin, end, crc)
 
     def _source(self, file: RankFile, index: Index, full: str, stored: str) -> Source:
@@ -135,7 +135,7 @@ class _Folder:
         """The plain values: those that all files agree on, and the others for each rank."""
         found: dict[tuple[str, Path], dict[tuple[int, int], StoredValue]] = {}
         count: dict[int, int] = {}  # of the files of each pattern
-        for file, index in zip(self._files, self._read):
+        for file, index in zip(self._files, self._read, strict=True):
             rank = count.get(file.pattern, 0)
             count[file.pattern] = rank + 1
             for value in index.foreign_values:

@@ -75,7 +75,7 @@ class Stored:
         chosen = is_described[tensors.section] & (scope < 0)
         rows = np.flatnonzero(chosen).tolist()
         metas = tensors.metas(np.array(rows, np.int64))
-        sources = [Source(names[row], meta.shape, meta.dtype) for row, meta in zip(rows, metas)]
+        sources = [Source(names[row], meta.shape, meta.dtype) for row, meta in zip(rows, metas, strict=True)]
         aliases = []
         for alias, full in manifest.aliases:
             tied = manifest.tensor_row(full)
@@ -272,14 +272,14 @@ class _Reindexing:
         """The views of the second copies, the third ones, ... of means."""
         if not self._others:
             return ()
-        numbers = {(int(tensor), box): n for n, (tensor, box) in enumerate(zip(shards.tensor, shards))}
+        numbers = {(int(tensor), box): n for n, (tensor, box) in enumerate(zip(shards.tensor, shards, strict=True))}
         found = []
         for copy in range(max(map(len, self._others.values()))):
             rows, boxes = np.full(len(row), -1), list(within)
             for key, pieces in self._others.items():
                 if copy < len(pieces):
                     _, rows[numbers[key]], boxes[numbers[key]] = pieces[copy]
-            found.append(StoredViews(stored, rows, BoxTable.build(list(zip(rows.tolist(), boxes)))))
+            found.append(StoredViews(stored, rows, BoxTable.build(list(zip(rows.tolist(), boxes, strict=True)))))
         return tuple(found)
 
     def _values(self) -> Iterable[Any]:
@@ -296,7 +296,9 @@ class _Reindexing:
         old = self._manifest
         pairs = np.array(whole, np.int64).reshape(-1, 2)
         first, last = (np.searchsorted(old.shards.tensor, pairs[:, 1], side) for side in ("left", "right"))
-        same = np.concatenate([np.arange(a, b) for a, b in zip(first.tolist(), last.tolist())] or [np.arange(0)])
+        same = np.concatenate(
+            [np.arange(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)] or [np.arange(0)]
+        )
         equal = old.shards.take(same)
         boxes = BoxTable.build([(number, box) for number, (box, _, _) in pieces])
         within = BoxTable.build([(row, box) for _, (_, row, box) in pieces])
@@ -314,7 +316,7 @@ class _Reindexing:
         for number in moved.tolist():
             box, shard = within.box_of(number), stored.shards.box_of(int(row[number]))
             steps = row_major_strides(shard.lengths)
-            starts[number] = sum((a - b) * step for a, b, step in zip(box.offsets, shard.offsets, steps))
+            starts[number] = sum((a - b) * step for a, b, step in zip(box.offsets, shard.offsets, steps, strict=True))
         return starts * itemsize
 
     def _extended(self) -> Manifest:
@@ -332,7 +334,7 @@ class _Reindexing:
         )
         shard = np.array([one[3] for one in added], np.int64)
         section = old.tensors.section[old.shards.tensor[shard]]
-        names = [f"{old.section_name(int(one))}{name}" for one, name in zip(section, more.names)]
+        names = [f"{old.section_name(int(one))}{name}" for one, name in zip(section, more.names, strict=True)]
         tensors = TensorTable(
             old.tensors.names + names,
             old.tensors.sections,

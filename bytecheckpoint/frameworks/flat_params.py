@@ -97,7 +97,7 @@ class FlatParam:
     def frozen(self) -> list[OriginalParam]:
         """The parameters that get no gradient."""
         params = self.flat._params if self.flat._params is not None else [self.flat] * len(self.originals)
-        return [original for original, param in zip(self.originals, params) if not param.requires_grad]
+        return [original for original, param in zip(self.originals, params, strict=True) if not param.requires_grad]
 
     @cached_property
     def layout(self) -> ParamLayout:
@@ -111,7 +111,7 @@ class FlatParam:
         if self.flat._params is None:
             return {id(self.flat): self.layout}
         layouts: dict[int, ParamLayout] = {}
-        for param, original in zip(self.flat._params, self.originals):
+        for param, original in zip(self.flat._params, self.originals, strict=True):
             if self.is_sharded:
                 local_shape: tuple[int, ...] = (original.length,)
                 parts = tuple(part._replace(start=part.start - original.start) for part in original.parts())
@@ -149,7 +149,7 @@ class FlatParam:
         """Raise ``StateError`` if a parameter was given memory that FSDP copies back only in the next forward pass."""
         if self.flat._params is None or self.handle._skipped_use_sharded_views:
             return
-        for param, original in zip(self.flat._params, self.originals):
+        for param, original in zip(self.flat._params, self.originals, strict=True):
             if original.length == 0 or is_dtensor(param):
                 continue
             if param.data_ptr() != shard.data_ptr() + original.start * shard.element_size():
@@ -201,7 +201,7 @@ def _dense_strides(fqn: str, shape: tuple[int, ...], strides: tuple[int, ...]) -
     """The strides, if the elements fill the memory that FSDP flattened in some order of the dimensions."""
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d], d))
     dense = row_major_strides([shape[d] for d in order])
-    if any(strides[d] != step and shape[d] > 1 for d, step in zip(order, dense)):
+    if any(strides[d] != step and shape[d] > 1 for d, step in zip(order, dense, strict=True)):
         raise UnsupportedTensorError(
             f"{fqn}: FSDP flattened a parameter of shape {shape} and strides {strides}, which is not dense; make it "
             "contiguous before wrapping"

@@ -45,7 +45,7 @@ class ParamPart(NamedTuple):
         lengths = self.box.lengths
         if self.strides is None:
             return flat.narrow(0, self.start, self.box.numel).view(lengths)
-        extent = 1 + sum((n - 1) * step for n, step in zip(lengths, self.strides)) if self.box.numel else 0
+        extent = 1 + sum((n - 1) * step for n, step in zip(lengths, self.strides, strict=True)) if self.box.numel else 0
         memory = flat.narrow(0, self.start, extent)  # raises where as_strided would leave ``flat`` unnoticed
         steps = [step * flat.stride(0) for step in self.strides]
         return memory.as_strided(lengths, steps, memory.storage_offset())
@@ -60,7 +60,8 @@ class ParamPart(NamedTuple):
         for piece in decompose_strided(start - self.start, length, self.box.lengths, strides):
             position = self.start + sum(map(mul, piece.offsets, strides)) - start
             dense = all(
-                n == 1 or step == run for n, step, run in zip(piece.lengths, strides, row_major_strides(piece.lengths))
+                n == 1 or step == run
+                for n, step, run in zip(piece.lengths, strides, row_major_strides(piece.lengths), strict=True)
             )
             box = piece.shift(self.box.offsets)
             yield ParamPart(self.fqn, self.shape, box, position, None if dense else strides)
@@ -134,7 +135,7 @@ class ParamLayout(NamedTuple):
             views = [part.view(flat) for part in self.parts]
         names = {fqn: rename(fqn) for fqn in self.fqns}
         metas = {names[fqn]: basic_meta(tensor.dtype, shape) for fqn, shape in self.fqns.items()}
-        placed = [(names[part.fqn], part.box, view) for part, view in zip(self.parts, views)]
+        placed = [(names[part.fqn], part.box, view) for part, view in zip(self.parts, views, strict=True)]
         if self.place is not None:
             place = self.place
             return metas, [MeshShard(name, metas[name], box, view, lambda: place) for name, box, view in placed]

@@ -145,7 +145,7 @@ def group_tied(slots: Sequence[Slot]) -> list[list[Slot]]:
     groups: dict[object, list[Slot]] = {}
     addresses = [_address(slot) for slot in slots]
     counts = Counter(addresses)
-    for slot, address in zip(slots, addresses):
+    for slot, address in zip(slots, addresses, strict=True):
         alone = address and counts[address] == 1  # few tensors share an address, and a number is the cheapest key
         groups.setdefault(address if alone else tie_key(slot.tensor, slot.kind), []).append(slot)
     return list(groups.values())
@@ -245,5 +245,5 @@ def fsdp2_params(module: nn.Module) -> Iterator[Any]:
 def _places(param: Any) -> Iterator[tuple[int, str]]:
     info = param._module_info
     yield id(info.module), info.param_name
-    for owner, name in zip(info.shared_modules, info.shared_param_names):
+    for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
         yield id(owner), name

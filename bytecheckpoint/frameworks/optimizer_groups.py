@@ -165,5 +165,5 @@ def _like(existing: Any, value: Any) -> Any:
             return existing.copy_(value) if isinstance(value, torch.Tensor) else existing.fill_(value)
     if type(existing) in (list, tuple) and isinstance(value, (list, tuple)):
         padded = (*existing, *(None for _ in value[len(existing) :]))
-        return type(existing)(_like(old, new) for old, new in zip(padded, value))
+        return type(existing)(_like(old, new) for old, new in zip(padded, value, strict=True))
     return value

@@ -92,7 +92,7 @@ def _names_of(
         return [
             (key, name, group)
             for group in holder.groups
-            for key, name in zip(group["params"], names_of_group(group) or ())
+            for key, name in zip(group["params"], names_of_group(group) or (), strict=True)
         ]
     (group, *others) = holder.groups
     keys = group["params"]
@@ -101,7 +101,7 @@ def _names_of(
     for found in candidates[:1]:
         if all(
             tensor.shape == param.shape
-            for key, (param, _) in zip(keys, found.values())
+            for key, (param, _) in zip(keys, found.values(), strict=True)
             for tensor in holder.state.get(key, {}).values()
             if isinstance(tensor, torch.Tensor) and tensor.ndim
         ):
@@ -109,7 +109,7 @@ def _names_of(
                 f"{context.section}: the state dict numbers its parameters; they were taken to be those of the model, "
                 "in order"
             )
-            return [(key, name, group) for key, name in zip(keys, found)]
+            return [(key, name, group) for key, name in zip(keys, found, strict=True)]
     raise MismatchError(
         f"section {context.section!r}: the state dict numbers its {sum(len(g['params']) for g in holder.groups)} "
         "parameters, and it is unknown which they are. Load into the optimizer itself, or into "

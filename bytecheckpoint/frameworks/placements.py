@@ -67,12 +67,12 @@ class MeshSharding(NamedTuple):
         where = self._describe(name)
         local_shape = []
         placed: list[list[tuple[int, int, int]]] = []
-        for size, cuts in zip(self.shape, self._cuts(where)):
+        for size, cuts in zip(self.shape, self._cuts(where), strict=True):
             ordered = self._in_order(cuts) if self.strided_is_order else None
             runs = _apply(where, size, cuts if ordered is None else ordered)
             *begins, total = accumulate((length for _, length in runs), initial=0)
             local_shape.append(total)
-            placed.append([(*run, begin) for run, begin in zip(runs, begins)])
+            placed.append([(*run, begin) for run, begin in zip(runs, begins, strict=True)])
         boxes = (
             LocalBox(Box(tuple(c[0] for c in choice), tuple(c[1] for c in choice)), tuple(c[2] for c in choice))
             for choice in product(*placed)

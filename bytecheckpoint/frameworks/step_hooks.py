@@ -114,5 +114,5 @@ def _extent(dense: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     begin = dense.data_ptr()
     if not dense.is_contiguous():
-        count = 1 + sum((length - 1) * stride for length, stride in zip(dense.shape, dense.stride()))
+        count = 1 + sum((length - 1) * stride for length, stride in zip(dense.shape, dense.stride(), strict=True))
     return begin, begin + count * dense.element_size()

@@ -72,7 +72,7 @@ def only_division(
     found: dict[Key, str] = {}
     for name, reached in reversed(steps):
         before = reached[at][1]
-        number = next(i for i, (now, then) in enumerate(zip(at, before)) if now != then)
+        number = next(i for i, (now, then) in enumerate(zip(at, before, strict=True)) if now != then)
         found[groups[number][before[number]]] = name
         at = before
     return found
@@ -238,7 +238,11 @@ class StoredStateDict:
         if not groups:
             return {name: name for named in self._params for name in named.names}
         if not is_numbered(groups):
-            return {key: name for group in groups for key, name in zip(group["params"], names_of_group(group) or ())}
+            return {
+                key: name
+                for group in groups
+                for key, name in zip(group["params"], names_of_group(group) or (), strict=True)
+            }
         # By name: a flat parameter of DeepSpeed's optimizers has several, which the saved optimizer stepped one by one.
         names = [names for _, names in groups_of(self._params)]
         theirs, ours = [len(group["params"]) for group in groups if group["params"]], [len(some) for some in names]
@@ -263,7 +267,7 @@ class StoredStateDict:
             "to the target's in order"
         )
         keys = [key for group in groups for key in group["params"]]
-        return dict(zip(keys, (name for some in names for name in some)))
+        return dict(zip(keys, (name for some in names for name in some), strict=True))
 
     def _shapes(self, state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, tuple[int, ...]]:
         """The shape of each parameter whose entries have one shape in common."""

@@ -25,7 +25,9 @@ def value_like(template: Any, value: Any, where: str) -> Any:
     kind = type(template)
     if type(value) is kind:
         if kind in (list, tuple) and len(value) == len(template):
-            return kind(value_like(old, new, f"{where}.{i}") for i, (old, new) in enumerate(zip(template, value)))
+            return kind(
+                value_like(old, new, f"{where}.{i}") for i, (old, new) in enumerate(zip(template, value, strict=True))
+            )
         if kind is dict:
             return {k: value_like(template.get(k), item, f"{where}.{k}") for k, item in value.items()}
         return value
@@ -37,7 +39,7 @@ def value_like(template: Any, value: Any, where: str) -> Any:
     if isinstance(template, tuple) and hasattr(kind, "_fields") and type(value) is tuple:
         if len(value) != len(template):
             raise _misfit(where, f"stored with {len(value)} fields, but {kind.__qualname__} has {len(template)}")
-        return tuple_like(template, [value_like(*pair, where) for pair in zip(template, value)])
+        return tuple_like(template, [value_like(*pair, where) for pair in zip(template, value, strict=True)])
     if dataclasses.is_dataclass(template) and not isinstance(template, type) and type(value) is dict:
         return _dataclass_like(template, value, where)
     if isinstance(template, PurePath) and isinstance(value, (str, PurePath)):

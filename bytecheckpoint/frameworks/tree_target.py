@@ -143,8 +143,8 @@ class TreeBuilder:
             return None
 
         def restore(values: Values) -> Any:
-            items = [old if child is None else child(values) for child, old in zip(children, node)]
-            if all(new is old for new, old in zip(items, node)):
+            items = [old if child is None else child(values) for child, old in zip(children, node, strict=True)]
+            if all(new is old for new, old in zip(items, node, strict=True)):
                 return node
             if isinstance(node, MutableSequence):
                 node[:] = items

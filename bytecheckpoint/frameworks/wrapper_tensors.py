@@ -168,13 +168,13 @@ def _grid_part(
 ) -> tuple[tuple[int, ...], Box]:
     """Global shape and box of an inner tensor that has one element for each block of the local tensor."""
     lengths = tuple(local.shape)
-    if len(blocks) != len(shape) or any(n == 0 or size % n for size, n in zip(lengths, blocks)):
+    if len(blocks) != len(shape) or any(n == 0 or size % n for size, n in zip(lengths, blocks, strict=True)):
         raise _refusal(fqn, local, f"its shape {blocks} does not divide the local shape {lengths} into equal blocks")
-    extents = [size // n for size, n in zip(lengths, blocks)]
-    if any(n % e or o % e for n, o, e in zip(shape, box.offsets, extents)):
+    extents = [size // n for size, n in zip(lengths, blocks, strict=True)]
+    if any(n % e or o % e for n, o, e in zip(shape, box.offsets, extents, strict=True)):
         raise _refusal(fqn, local, f"blocks of {extents} cross the edges of {box} of {list(shape)}")
-    offsets = tuple(o // e for o, e in zip(box.offsets, extents))
-    return tuple(n // e for n, e in zip(shape, extents)), Box(offsets, blocks)
+    offsets = tuple(o // e for o, e in zip(box.offsets, extents, strict=True))
+    return tuple(n // e for n, e in zip(shape, extents, strict=True)), Box(offsets, blocks)
 
 
 def _items_part(
@@ -188,11 +188,11 @@ def _items_part(
         if stop - first != box.numel or first % size or stop % size or prod(shape) % size:
             raise _refusal(fqn, local, f"blocks of {size} elements cross the edges of {box} of {list(shape)}")
         return (prod(shape) // size,), Box((first // size,), ((stop - first) // size,))
-    if any(n % e or o % e for n, o, e in zip(box.lengths, box.offsets, extents)):
+    if any(n % e or o % e for n, o, e in zip(box.lengths, box.offsets, extents, strict=True)):
         raise _refusal(fqn, local, f"blocks of {size} elements cross the edges of {box} of {list(shape)}")
-    offsets = tuple(o // e for o, e in zip(box.offsets, extents))
-    lengths = tuple(n // e for n, e in zip(box.lengths, extents))
-    return tuple(n // e for n, e in zip(shape, extents)), Box(offsets, lengths)
+    offsets = tuple(o // e for o, e in zip(box.offsets, extents, strict=True))
+    lengths = tuple(n // e for n, e in zip(box.lengths, extents, strict=True))
+    return tuple(n // e for n, e in zip(shape, extents, strict=True)), Box(offsets, lengths)
 
 
 def _block_extents(shape: Sequence[int], size: int) -> list[int] | None:
@@ -213,7 +213,7 @@ def _block_extents(shape: Sequence[int], size: int) -> list[int] | None:
 def _flat_range(shape: Sequence[int], box: Box) -> tuple[int, int]:
     """First and last element of a box, plus one, in the flattened tensor."""
     first = last = 0
-    for n, o, length in zip(shape, box.offsets, box.lengths):
+    for n, o, length in zip(shape, box.offsets, box.lengths, strict=True):
         first, last = first * n + o, last * n + o + length - 1
     return first, last + 1
 

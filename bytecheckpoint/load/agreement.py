@@ -142,7 +142,7 @@ def _decide(
     backend: StorageBackend, checkpoint: OpenCheckpoint, options: LoadRequest, messages: Sequence[Sequence[Any]]
 ) -> list[Any]:
     """Rank 0's verdict as plain data, from the messages of all ranks."""
-    faults, tensors, values, unused, offers, unmatched = zip(*messages)
+    faults, tensors, values, unused, offers, unmatched = zip(*messages, strict=True)
     useless = set.intersection(*({tuple(fault) for fault in of_rank} for of_rank in unmatched))
     found = sorted({tuple(fault) for of_rank in faults for fault in of_rank} | useless)
     unclaimed = [
@@ -169,7 +169,7 @@ def _unclaimed_tensors(
 
 def _unclaimed_values(sections: Mapping[str, OpenSection], claims: Sequence[bytes]) -> Iterable[tuple[str, str]]:
     paths = [(section.name, path) for section in sections.values() for path in section.shared_values]
-    for (section, path), is_claimed in zip(paths, _any(claims, len(paths)).tolist()):
+    for (section, path), is_claimed in zip(paths, _any(claims, len(paths)).tolist(), strict=True):
         if not is_claimed:
             yield section, f"{section}.{path_name(path)}"
 

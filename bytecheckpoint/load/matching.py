@@ -61,7 +61,7 @@ class Match:
     @property
     def requests(self) -> list[Request]:
         """The requests as the planner of shared reads needs them; derived tensors are read alone, one after another."""
-        pairs = [pair for pair in zip(self.rows, self.shards) if not is_derived(pair[1].tensor)]
+        pairs = [pair for pair in zip(self.rows, self.shards, strict=True) if not is_derived(pair[1].tensor)]
         return [Request(row, shard.box, str(shard.tensor.dtype)) for row, shard in pairs]
 
 
@@ -220,7 +220,7 @@ class _SectionMatching:
 def _differ_only_in(dim: int | None, stored: BasicMeta, requested: BasicMeta) -> bool:
     if dim is None or len(stored.shape) != len(requested.shape):
         return False
-    return all(a == b for d, (a, b) in enumerate(zip(stored.shape, requested.shape)) if d != dim)
+    return all(a == b for d, (a, b) in enumerate(zip(stored.shape, requested.shape, strict=True)) if d != dim)
 
 
 def refuse_cast(stored: BasicMeta, requested: BasicMeta, cast: Cast) -> str | None:

@@ -134,4 +134,6 @@ def _path_like(old: Path, parts: Sequence[str]) -> Path:
     """A renamed path. Its integers stay integers if it has as many components as before."""
     if len(parts) != len(old):
         return tuple(parts)
-    return tuple(int(new) if isinstance(was, int) and new.isdecimal() else new for was, new in zip(old, parts))
+    return tuple(
+        int(new) if isinstance(was, int) and new.isdecimal() else new for was, new in zip(old, parts, strict=True)
+    )

@@ -69,7 +69,7 @@ def _extent(shard: Shard) -> _Extent:
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return _Extent(start, start + tensor.numel() * itemsize, itemsize, ((1, tensor.numel()),), shard.fqn)
-    steps = tuple(sorted((t, n) for t, n in zip(tensor.stride(), tensor.shape) if t != 0 and n > 1))
+    steps = tuple(sorted((t, n) for t, n in zip(tensor.stride(), tensor.shape, strict=True) if t != 0 and n > 1))
     last = sum(stride * (size - 1) for stride, size in steps)
     return _Extent(start, start + (last + 1) * itemsize, itemsize, steps, shard.fqn)
 

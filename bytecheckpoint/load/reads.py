@@ -44,13 +44,13 @@ def plan_shard_reads(
     reader: Reader, rows: Sequence[int], shards: Sequence[Shard], offer: ReadOffer, answer: Answer
 ) -> ShardReads:
     """Plan to fill ``shards`` from the manifest's tensors ``rows``. Raises ``StateError`` for a meta shard."""
-    direct = [(row, shard) for row, shard in zip(rows, shards) if not is_derived(shard.tensor)]
+    direct = [(row, shard) for row, shard in zip(rows, shards, strict=True) if not is_derived(shard.tensor)]
     derived: dict[int, list[tuple[int, Box, DerivedTensor]]] = {}
-    for row, shard in zip(rows, shards):
+    for row, shard in zip(rows, shards, strict=True):
         if is_derived(shard.tensor):
             derived.setdefault(id(shard.tensor.whole), []).append((row, shard.box, shard.tensor))
     destinations = [_Destination(shard) for _, shard in direct]
-    parts = [Part(row, shard.box, place.memory) for (row, shard), place in zip(direct, destinations)]
+    parts = [Part(row, shard.box, place.memory) for (row, shard), place in zip(direct, destinations, strict=True)]
     return ShardReads(plan_reads(reader, parts, offer, answer), destinations, list(derived.values()))
 
 
@@ -95,7 +95,7 @@ class _Destination:
             raise StateError(f"{shard.fqn} is on the meta device and has no memory to load into; call to_empty() first")
         self._expanded_dims: list[int] = []
         if not self._tensor.is_contiguous():
-            steps = zip(self._tensor.stride(), self._tensor.shape)
+            steps = zip(self._tensor.stride(), self._tensor.shape, strict=True)
             self._expanded_dims = [d for d, (stride, size) in enumerate(steps) if stride == 0 and size > 1]
         # Lazily conjugated and negated views have other values in their memory.
         self._is_lazy = self._tensor.is_conj() or self._tensor.is_neg()

@@ -165,9 +165,9 @@ class SectionReader:
         fqns = [tensors.names[row][len(section) + 1 :] for row in rows]
         scopes = self._manifest.scope[stored]
         if options.rename is None and options.selection.selects_all and not (scopes >= 0).any():
-            return _Tensors(dict(zip(fqns, tensors.metas(stored))), dict(zip(fqns, rows)))
+            return _Tensors(dict(zip(fqns, tensors.metas(stored), strict=True)), dict(zip(fqns, rows, strict=True)))
         found = _Tensors({}, {})
-        for row, fqn, scope, meta in zip(rows, fqns, scopes.tolist(), tensors.metas(stored)):
+        for row, fqn, scope, meta in zip(rows, fqns, scopes.tolist(), tensors.metas(stored), strict=True):
             if scope >= 0:
                 fqn, _ = split_rank_name(fqn)
             name = self.names.of_tensor(section, fqn)

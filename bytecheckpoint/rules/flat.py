@@ -113,7 +113,7 @@ def _add(
                 f"alignment = {rule.alignment} and padding = {rule.padding}, found {list(shape)} on "
                 f"{place_text(item.source.place)}"
             )
-    for (name, shape), places in zip(members, cuts):
+    for (name, shape), places in zip(members, cuts, strict=True):
         found = find(name)
         if found is None:
             continue
@@ -190,7 +190,7 @@ def _layout(
         begins.append(_up(position, rule.alignment))
         position = begins[-1] + numel
     share = _up(-(-position // ranks), rule.padding)
-    for begin, numel in zip(begins, numels):
+    for begin, numel in zip(begins, numels, strict=True):
         held = []
         for rank in range(begin // share, -(-(begin + numel) // share)) if share and numel else ():
             first, stop = max(begin, rank * share), min(begin + numel, (rank + 1) * share)

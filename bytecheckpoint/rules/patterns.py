@@ -122,7 +122,7 @@ class Pattern:
         if matched is None:
             return None
         found: Captures = {}
-        for field, text in zip(self._captured, matched.groups()):
+        for field, text in zip(self._captured, matched.groups(), strict=True):
             if field.name == PART and text not in parts:
                 return None
             if field.kind != "int":

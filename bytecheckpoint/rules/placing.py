@@ -54,7 +54,7 @@ class Numbering:
         self._firsts: dict[tuple[str, tuple[str, ...]], dict[_Digits, int]] = {}
         for key, found in counts.items():
             order = sorted(found, key=lambda digits: [(isinstance(one, str), one) for one in digits])
-            self._firsts[key] = dict(zip(order, accumulate((found[one] for one in order), initial=0)))
+            self._firsts[key] = dict(zip(order, accumulate((found[one] for one in order), initial=0), strict=True))
 
     def first(self, item: Matched, name: str) -> int:
         """The global value of 0 on this rank; 0 for numbers that are global."""
@@ -94,7 +94,7 @@ def ranks_of(rule: Compiled, items: Sequence[Matched], mesh: Mesh) -> dict[tuple
     if len(ranks) < prod(sizes):
         lost = next(index for index in product(*map(range, sizes)) if index not in ranks)
         where: dict[str, int] = {}
-        for split, position in zip(rule.splits, lost):
+        for split, position in zip(rule.splits, lost, strict=True):
             for axis in reversed(split.axis):
                 position, where[axis] = divmod(position, mesh[axis])
         raise Unplaced(f"needs the shard of {place_text(where)}, which no rank stored")

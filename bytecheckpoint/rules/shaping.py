@@ -129,16 +129,16 @@ class _Shaping:
         dims = self._all_dims(rule, slot.part, ranks, split, len(spread))
         for part in rule.parts.names if rule.splits_parts else (WHOLE,):
             names = [part if part in dim.sizes else WHOLE for dim in dims]
-            shape = tuple(dim.sizes[name] for dim, name in zip(dims, names))
+            shape = tuple(dim.sizes[name] for dim, name in zip(dims, names, strict=True))
             for numbers in product(*map(range, spread)):
-                layers = {name: first + n for name, first, n in zip(rule.spread, slot.firsts, numbers)}
+                layers = {name: first + n for name, first, n in zip(rule.spread, slot.firsts, numbers, strict=True)}
                 regions = [
                     _region(item, slot.stacked, numbers, choice)
                     for index, copies in ranks.items()
                     for choice in product(
                         *(
                             dim.runs[name][index[split[d]] if d in split else 0]
-                            for d, (dim, name) in enumerate(zip(dims, names))
+                            for d, (dim, name) in enumerate(zip(dims, names, strict=True))
                         )
                     )
                     for item in copies
@@ -226,13 +226,13 @@ def _of_atoms(held: Sequence[Sequence[Atom]], wholes: Mapping[str, Sequence[Atom
 def _joined_lengths(rule: Compiled, slots: Iterable[_Slot]) -> tuple[int, ...]:
     """The lengths of the stacked dimensions, if no layer and no part is missing."""
     found = {(slot.stacked, slot.part) for slot in slots}
-    counts = tuple(max(numbers) + 1 for numbers in zip(*(stacked for stacked, _ in found)))
+    counts = tuple(max(numbers) + 1 for numbers in zip(*(stacked for stacked, _ in found), strict=True))
     names = rule.parts.names if rule.joins_parts else (WHOLE,)
     if len(found) < prod(counts) * len(names):
         # The numbers are from names, so there may be 10**18 of them; a missing one is among the first.
         every = ((_unravel(n, counts), part) for n in count() for part in names)
         numbers, part = next(one for one in every if one not in found)
-        texts = [f"{name} = {number}" for name, number in zip(rule.joined, numbers)]
+        texts = [f"{name} = {number}" for name, number in zip(rule.joined, numbers, strict=True)]
         texts += [f"part = {part}"] if part else []
         raise _Fault("rank", f"joins tensors, but the one of {', '.join(texts)} is missing")
     return counts

@@ -46,7 +46,7 @@ def choose_codec(engine: SaveEngine, backend: StorageBackend, options: SaveReque
         return "raw"
     total = encoded = seconds = 0.0
     for file in files:
-        for width, size in zip(file.widths, file.nbytes):
+        for width, size in zip(file.widths, file.nbytes, strict=True):
             measured = _measure(2 if width == 2 else 4)
             total += size
             encoded += size * (measured.ratio if width > 1 else 1.0)  # it is unknown how integers compress

@@ -97,7 +97,7 @@ def _index(plan: SavePlan, section: str) -> bytes:
     in_section = (tensors.section == number) & (plan.scope < 0)
     rows = np.flatnonzero(in_section[shards.tensor])
     file_of = {}
-    for tensor, owner in zip(shards.tensor[rows].tolist(), plan.owner[rows].tolist()):
+    for tensor, owner in zip(shards.tensor[rows].tolist(), plan.owner[rows].tolist(), strict=True):
         file_of[tensors.fqn_of(tensor)] = posixpath.basename(data_key("", section, owner, "tensors"))
     return index_document(file_of, int(shards.nbytes(tensors)[rows].sum()))
 

@@ -123,7 +123,7 @@ class BaseShare:
 
     def apply(self, images: Sequence[FileImage], layouts: Sequence[FileLayout], chunk_size: int, rank: int) -> None:
         """Refer the images of tensor files, which have these layouts, to the base."""
-        for image, layout in zip(images, layouts):
+        for image, layout in zip(images, layouts, strict=True):
             base = self._chunks(image, layout, chunk_size)
             if base is not None:
                 image.base = base

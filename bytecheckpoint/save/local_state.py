@@ -231,7 +231,7 @@ class LocalState:
             images.append(tensor_image(key, file, [shards[row] for row in file.rows], codec))
         for shared, kind in ((True, "values"), (False, "rank_values")):
             by_section: dict[str, list[tuple[Path, bool, bytes]]] = {}
-            for index, is_shared in zip(assignment.values.tolist(), assignment.shared.tolist()):
+            for index, is_shared in zip(assignment.values.tolist(), assignment.shared.tolist(), strict=True):
                 if is_shared == shared:
                     section, path, data = self.values[index]
                     by_section.setdefault(section, []).append((path, shared, data))

@@ -168,7 +168,9 @@ class PlanNegotiation:
             self._summaries = [RankSummary(*reply) for reply in replies]
             self._tables[self._summaries[0].table_digest] = listing.plan.table()
             return
-        for rank, (requested, summary, (table, contents)) in enumerate(zip(self._requests, self._summaries, replies)):
+        for rank, (requested, summary, (table, contents)) in enumerate(
+            zip(self._requests, self._summaries, replies, strict=True)
+        ):
             sends_table, sends_contents = requested
             if sends_table:
                 _verify(rank, "table", table, summary.table_digest)
@@ -230,11 +232,11 @@ def _contents_by_rank(
     tables: Sequence[tuple[PlanTable, list[int]]], held: Sequence[HeldContents], names: set[str]
 ) -> Contents:
     found: Contents = {}
-    for (table, _), one in zip(tables, held):
+    for (table, _), one in zip(tables, held, strict=True):
         metas = {name: str(table.tensors.meta_of(row)) for row, name in enumerate(table.tensors.names) if name in names}
         for item, key in enumerate(one.keys):
             if isinstance(key, str) and key in names:
-                for rank, contents in zip(one.ranks.tolist(), one.contents):
+                for rank, contents in zip(one.ranks.tolist(), one.contents, strict=True):
                     content = (metas[key], contents[item].tobytes())
                     found.setdefault(key, {}).setdefault(content, []).append(rank)
     return found

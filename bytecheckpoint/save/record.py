@@ -82,7 +82,7 @@ class Confirmations:
                 f"rank {rank} was assigned {len(planned)} files with {sum(chunks)} checksums, but confirmed "
                 f"{len(lengths)} files with {len(raw) // CHECKSUM_BYTES - len(lengths)} checksums"
             )
-        for (section, _, row), length in zip(planned, lengths):
+        for (section, _, row), length in zip(planned, lengths, strict=True):
             if row is not None and (length == 0 or length % DATA_ALIGNMENT):
                 raise PlanError(
                     f"rank {rank} confirmed a file of {section} with a header of {length} bytes, which is not a "
@@ -90,7 +90,7 @@ class Confirmations:
                 )
         checksums = checksum_column(raw)
         written, at = [], len(planned)
-        for index, ((section, kind, row), count) in enumerate(zip(planned, chunks)):
+        for index, ((section, kind, row), count) in enumerate(zip(planned, chunks, strict=True)):
             frames = _unpack_frames(rank, packed[index], count) if index < len(packed) else None
             size = 0 if row is None else self._plan.files[row].data_size
             if frames is not None:

@@ -174,7 +174,7 @@ class SaveRun:
         """Send this rank's fragments to their owners; put together and write the tensors that this rank owns."""
         engine = self.engine
         keys = [data_key(share.attempt, file.section, self.op.rank, "tensors") for file in work.files]
-        images = [tensor_image(key, file) for key, file in zip(keys, work.files)]
+        images = [tensor_image(key, file) for key, file in zip(keys, work.files, strict=True)]
         means = MergeResources(engine.merge_arena, engine.helpers, engine.io, self.options.deadline_s)
         chunk_size, timings = self.commit.chunk_size, self.timings
         written = merge(self.op, self.backend, work, images, copy.fragments, means, chunk_size, timings)

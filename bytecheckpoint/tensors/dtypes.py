@@ -93,7 +93,7 @@ def is_lossless_cast(source: DType, target: DType) -> bool:
     if target.kind == "complex":
         return is_lossless_cast(source, _part(target))
     if source.name in _FLOATS and target.name in _FLOATS:
-        return all(a <= b for a, b in zip(_FLOATS[source.name], _FLOATS[target.name]))
+        return all(a <= b for a, b in zip(_FLOATS[source.name], _FLOATS[target.name], strict=True))
     if source.kind in ("int", "uint", "bool") and target.kind in ("int", "uint"):
         return _value_bits(source) <= _value_bits(target) and (source.kind != "int" or target.kind == "int")
     if source.kind in ("int", "uint", "bool") and target.name in _FLOATS:

@@ -87,28 +87,28 @@ class Box(_Ranges):
     @property
     def stops(self) -> tuple[int, ...]:
         """The index after the last one, in each dimension."""
-        return tuple(o + n for o, n in zip(self.offsets, self.lengths))
+        return tuple(o + n for o, n in zip(self.offsets, self.lengths, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
         """Return the part that this box and ``other`` have in common, or None if it has no element."""
         offsets = tuple(map(max, self.offsets, other.offsets))
-        lengths = tuple(min(a, b) - o for a, b, o in zip(self.stops, other.stops, offsets))
+        lengths = tuple(min(a, b) - o for a, b, o in zip(self.stops, other.stops, offsets, strict=True))
         return Box.unchecked(offsets, lengths) if all(n > 0 for n in lengths) else None
 
     def contains(self, other: Box) -> bool:
         """Return whether ``other``, of the same number of dimensions, lies inside this box."""
-        for begin, length, start, size in zip(self.offsets, self.lengths, other.offsets, other.lengths):
+        for begin, length, start, size in zip(self.offsets, self.lengths, other.offsets, other.lengths, strict=True):
             if start < begin or start + size > begin + length:
                 return False
         return True
 
     def shift(self, by: Sequence[int]) -> Box:
         """Return the box moved by ``by``, for example from local coordinates to those of the enclosing tensor."""
-        return Box(tuple(o + b for o, b in zip(self.offsets, by)), self.lengths)
+        return Box(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.lengths)
 
     def relative_to(self, outer: Box) -> Box:
         """Return the box in coordinates whose origin is the first element of ``outer``."""
-        return Box(tuple(o - b for o, b in zip(self.offsets, outer.offsets)), self.lengths)
+        return Box(tuple(o - b for o, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths)
 
     def narrow(self, axis: int, begin: int, end: int) -> Box:
         """Return the part of the box with some of its indices in one dimension.
@@ -128,10 +128,10 @@ class Box(_Ranges):
 
     def slices(self) -> tuple[slice, ...]:
         """Return the slices that select the box from a tensor."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths))
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
 
     def __str__(self) -> str:
-        return "[" + ",".join(f"{o}:{o + n}" for o, n in zip(self.offsets, self.lengths)) + "]"
+        return "[" + ",".join(f"{o}:{o + n}" for o, n in zip(self.offsets, self.lengths, strict=True)) + "]"
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -157,12 +157,12 @@ def moved_box(outer: Box, other: Box, part: Box) -> Box:
     """
     cuts = [
         (begin - first, length)
-        for first, size, begin, length in zip(outer.offsets, outer.lengths, part.offsets, part.lengths)
+        for first, size, begin, length in zip(outer.offsets, outer.lengths, part.offsets, part.lengths, strict=True)
         if size != 1
     ]
     offsets: list[int] = []
     lengths: list[int] = []
-    for first, size in zip(other.offsets, other.lengths):
+    for first, size in zip(other.offsets, other.lengths, strict=True):
         begin, length = cuts.pop(0) if size != 1 else (0, 1)
         offsets.append(first + begin)
         lengths.append(length)
@@ -254,7 +254,7 @@ def decompose_strided(start: int, length: int, lengths: Sequence[int], strides: 
     boxes = []
     for cut in decompose(first, stop - first, in_memory):
         offsets, sizes = [0] * len(dims), [0] * len(dims)
-        for d, offset, size in zip(dims, cut.offsets, cut.lengths):
+        for d, offset, size in zip(dims, cut.offsets, cut.lengths, strict=True):
             offsets[d], sizes[d] = offset, size
         boxes.append(Box.unchecked(tuple(offsets), tuple(sizes)))
     return boxes
@@ -263,7 +263,7 @@ def decompose_strided(start: int, length: int, lengths: Sequence[int], strides: 
 def _elements_before(position: int, lengths: Sequence[int], strides: Sequence[int]) -> int:
     """Return how many elements have a lower memory position. The dimensions are sorted from slowest to fastest."""
     inner, before = prod(lengths), 0
-    for n, stride in zip(lengths, strides):
+    for n, stride in zip(lengths, strides, strict=True):
         if position <= 0:
             return before
         inner //= n

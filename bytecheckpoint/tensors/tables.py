@@ -82,7 +82,7 @@ class TensorTable:
         """Return ``meta_of`` for many rows."""
         shape = self.shape.tolist()
         columns = (self.dtype[rows].tolist(), self.starts[rows].tolist(), self.starts[rows + 1].tolist())
-        return [BasicMeta(_BY_CODE[code], tuple(shape[begin:end])) for code, begin, end in zip(*columns)]
+        return [BasicMeta(_BY_CODE[code], tuple(shape[begin:end])) for code, begin, end in zip(*columns, strict=True)]
 
     def section_of(self, row: int) -> str:
         return self.sections[int(self.section[row])]

@@ -202,7 +202,7 @@ class RankPool:
     def _run(self, calls: Sequence[Call], expect_death: dict[int, int]) -> list[Any]:
         function, timeout_s = calls[0].function, calls[0].timeout_s
         call = _OneCall(self._ranks[: len(calls)], expect_death, time.monotonic() + timeout_s, timeout_s)
-        for rank, message in zip(call.ranks, calls):
+        for rank, message in zip(call.ranks, calls, strict=True):
             os.truncate(rank.stack_file, 0)
             # collect() finds a rank that dies now.
             with contextlib.suppress(BrokenPipeError):

@@ -142,7 +142,7 @@ class SourceFile:
         """Return the first of the spans whose checksum differs; all of them are complete in ``view``."""
         here, found = slice(spans.start, spans.stop), self._spans
         starts, stops = (found.start[here] - begin).tolist(), (found.stop[here] - begin).tolist()
-        for span, start, stop, expected in zip(spans, starts, stops, found.checksum[here].tolist()):
+        for span, start, stop, expected in zip(spans, starts, stops, found.checksum[here].tolist(), strict=True):
             if checksum_of(view[start:stop]) != expected:
                 return span
         return None

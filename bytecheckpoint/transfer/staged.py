@@ -165,7 +165,7 @@ def _was_removed(store: StorageBackend, manifest: Manifest, journal: Journal, ra
     That is the case if all files of the rank were stored, and none of them is left: for a day, only a removal of the
     checkpoint takes them.
     """
-    own = {key for key, writer in zip(manifest.files.name, manifest.files.rank.tolist()) if writer == rank}
+    own = {key for key, writer in zip(manifest.files.name, manifest.files.rank.tolist(), strict=True) if writer == rank}
     is_stored = bool(own) and own <= journal.stored
     return is_stored and not any(True for _ in data_of(store, manifest).list(f"{manifest.attempt}/"))
 

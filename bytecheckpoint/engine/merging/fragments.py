@@ -117,9 +117,9 @@ class StagedFragments(Fragments):
     def begin(self) -> None:
         self._pieces = list(self._staging.pieces_of(self._image))
         self._begins = [piece.start for piece in self._pieces]
-        self._offset = dict(zip(self._rows, self._image.offsets))
+        self._offset = dict(zip(self._rows, self._image.offsets, strict=True))
         self._left = [0] * len(self._pieces)  # bytes of each piece that have not been released
-        for offset, nbytes in zip(self._image.offsets, self._image.nbytes):
+        for offset, nbytes in zip(self._image.offsets, self._image.nbytes, strict=True):
             for index, count in self._within(offset, offset + nbytes):
                 self._left[index] += count
 

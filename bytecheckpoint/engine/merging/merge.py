@@ -145,7 +145,7 @@ class _Merge:
         with self._scratch(self.work.share.piece_size if needs_buffer else 0) as buffer:
             self.timings.point("merge.send")
             columns = (slices.peer, slices.fragment, slices.start, slices.stop)
-            for peer, fragment, start, stop in zip(*(column.tolist() for column in columns)):
+            for peer, fragment, start, stop in zip(*(column.tolist() for column in columns), strict=True):
                 self._check()
                 with self.timings.measure("send", stop - start):
                     for part in self.fragments.parts(rows[fragment], start, stop, buffer):

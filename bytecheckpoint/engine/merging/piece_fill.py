@@ -45,7 +45,9 @@ class PieceFill:
         several = (ends - begins > 1) & (total < _MIN_PART_BYTES * (ends - begins))
         self.needs_scratch = bool((scattered | (others & several)).any())
         """Whether ``fill`` uses its ``scratch``."""
-        self._groups = list(zip(begins.tolist(), ends.tolist(), total.tolist(), (scattered | several).tolist()))
+        self._groups = list(
+            zip(begins.tolist(), ends.tolist(), total.tolist(), (scattered | several).tolist(), strict=True)
+        )
         self._first_group = [*first.tolist(), len(begins)]
         self._item, self._row = share.boxes.tensor.tolist(), share.row.tolist()
         self._places, self._sizes = share.item_places().tolist(), share.items.itemsize().tolist()
@@ -104,7 +106,7 @@ class PieceFill:
         origin = target.storage_offset() + (self._places[item] - piece * self._share.piece_size) // size
         done = 0
         for inner in decompose(self._start[row] // size, len(source), box.lengths):
-            first = sum((a + b) * stride for a, b, stride in zip(box.offsets, inner.offsets, strides))
+            first = sum((a + b) * stride for a, b, stride in zip(box.offsets, inner.offsets, strides, strict=True))
             view = torch.as_strided(target, inner.lengths, strides, origin + first)
             view.copy_(source[done : done + inner.numel].view(inner.lengths))
             done += inner.numel

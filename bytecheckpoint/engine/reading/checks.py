@@ -65,7 +65,7 @@ class ChunkCheck:
 
     def _report(self, row: int, shard: int, start: int, found: list[bytes]) -> None:
         expected = self._expected(row, start, len(found))
-        index = next(i for i, (one, other) in enumerate(zip(found, expected)) if one != other)
+        index = next(i for i, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other)
         begin = shard + start + index * self.chunk_size
         end = min(begin + self.chunk_size, shard + int(self._nbytes[row]))
         self._on_fault(row, self._source.mismatch(self._file, row, begin, end))
@@ -96,7 +96,7 @@ class CrcTable:
     def by_file(self) -> dict[int, tuple[list[int], list[int]]]:
         """For each file, where its ranges begin, and their rows."""
         found: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        for row, (file, begin) in enumerate(zip(self.file.tolist(), self.begin.tolist())):
+        for row, (file, begin) in enumerate(zip(self.file.tolist(), self.begin.tolist(), strict=True)):
             begins, rows = found[file]
             begins.append(begin)
             rows.append(row)

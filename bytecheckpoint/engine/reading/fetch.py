@@ -198,10 +198,10 @@ class _FileReads:
         begun = perf_counter()
         self._opened.read(low, buffers)
         begun = self._end_read(begun, high - low)
-        for block, view in zip(blocks, in_place):
+        for block, view in zip(blocks, in_place, strict=True):
             if view is not None:
                 self._verify(block, max(plan.begin[block], low), view)
-        rest = [block for block, view in zip(blocks, in_place) if view is None]
+        rest = [block for block, view in zip(blocks, in_place, strict=True) if view is None]
         if rest:
             self._deliver(rest, low, high, self._memory.borrowed(), low)
         self._end_delivery(begun, high - low)

@@ -68,7 +68,7 @@ class FrameReader(ObjectReader):
             return first
         self._read_stored(first, first + count, target)
         at = 0
-        for frame, size in zip(range(first, first + count), nbytes[:count].tolist()):
+        for frame, size in zip(range(first, first + count), nbytes[:count].tolist(), strict=True):
             self._is_intact(frame, target[at : at + size])
             at += size
         return first + count
@@ -83,7 +83,7 @@ class FrameReader(ObjectReader):
         self._read_stored(first, past, stored)
         at, rows = 0, slice(first, past)
         columns = (column[rows].tolist() for column in (frames.begin, frames.nbytes, frames.length))
-        for frame, begin, nbytes, length in zip(range(first, past), *columns):
+        for frame, begin, nbytes, length in zip(range(first, past), *columns, strict=True):
             target = out.next(nbytes) if begin >= low else None
             chunk = memoryview(bytearray(nbytes)) if target is None else target
             data = stored[at : at + length]

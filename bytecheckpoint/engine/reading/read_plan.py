@@ -68,7 +68,9 @@ class ReadPlan:
             first, last = self.starts[starts[-1]], self.starts[extent + 1] - 1
             if self.file[first] != self.file[last] or self.end[last] - self.begin[first] > nbytes:
                 starts.append(extent)
-        return [range(low, high) for low, high in zip(starts, [*starts[1:], len(self)])] if len(self) else []
+        return (
+            [range(low, high) for low, high in zip(starts, [*starts[1:], len(self)], strict=True)] if len(self) else []
+        )
 
     def memory(self, block: int, begin: int, end: int) -> memoryview:
         """Return the memory for bytes ``[begin, end)`` of a block that has a ``target``."""
@@ -167,7 +169,9 @@ def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, 
     parts = [part for part in parts if part.out.numel()]
     shards = _Shards(manifest, np.array([part.row for part in parts], np.int64), checked=checked)
     nbytes = np.array([part.out.numel() for part in parts], np.int64) * shards.itemsize
-    plain = np.array([is_plain_memory(part.out, code) for part, code in zip(parts, shards.code.tolist())], bool)
+    plain = np.array(
+        [is_plain_memory(part.out, code) for part, code in zip(parts, shards.code.tolist(), strict=True)], bool
+    )
     whole = np.flatnonzero((nbytes == shards.nbytes) & plain)
     other = np.flatnonzero((nbytes != shards.nbytes) | ~plain)
     boxes: dict[int, BoxPlace] = {}
@@ -179,10 +183,10 @@ def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, 
     source, begin, end, low, high = (
         np.concatenate([column, more])
         for column, more in zip(
-            (whole, shards.begin[whole], shards.end[whole], shards.begin[whole], shards.end[whole]), rest.T
+            (whole, shards.begin[whole], shards.end[whole], shards.begin[whole], shards.end[whole]), rest.T, strict=True
         )
     )
-    addresses = [part.out.data_ptr() if good else 0 for part, good in zip(parts, plain.tolist())]
+    addresses = [part.out.data_ptr() if good else 0 for part, good in zip(parts, plain.tolist(), strict=True)]
     address = np.array(addresses, np.int64)[source]
     address[low == high] = 0
     ranges = _Ranges(parts, source, shards.rows[source], shards.begin[source], address, low, high, boxes)

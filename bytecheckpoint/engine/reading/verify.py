@@ -69,7 +69,9 @@ def verify_crcs(reader: Reader) -> Iterator[tuple[int, str]]:
     if table is None:
         return
     buffer = memoryview(bytearray(_CRC_PIECE_BYTES))
-    for file, begin, end, crc in zip(*(column.tolist() for column in (table.file, table.begin, table.end, table.crc))):
+    for file, begin, end, crc in zip(
+        *(column.tolist() for column in (table.file, table.begin, table.end, table.crc)), strict=True
+    ):
         found = 0
         try:
             for at in range(begin, end, len(buffer)):

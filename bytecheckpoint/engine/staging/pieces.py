@@ -68,7 +68,9 @@ def parts(
     begin = max(bisect_right(image.offsets, low) - 1, 0)
     end = bisect_left(image.offsets, high)
     # This loop runs once for each of many thousand small tensors: attribute look-ups matter.
-    for shard, offset, nbytes in zip(image.shards[begin:end], image.offsets[begin:end], image.nbytes[begin:end]):
+    for shard, offset, nbytes in zip(
+        image.shards[begin:end], image.offsets[begin:end], image.nbytes[begin:end], strict=True
+    ):
         first = low - offset if offset < low else 0
         last = nbytes if offset + nbytes <= high else high - offset
         if first < last and (only is None or only(shard.tensor)):

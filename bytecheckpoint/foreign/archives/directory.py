@@ -123,7 +123,8 @@ def _parse(raw: bytes, count: int, base: int, where: str) -> list[Entry]:
         if any(wide):
             numbers = _wide_numbers(raw[extra_at : extra_at + extra_length], sum(wide), f"{where}: entry {name!r}")
             nbytes, packed, header = (
-                numbers.pop(0) if is_wide else value for is_wide, value in zip(wide, (nbytes, packed, header))
+                numbers.pop(0) if is_wide else value
+                for is_wide, value in zip(wide, (nbytes, packed, header), strict=True)
             )
         if method or flags & _ENCRYPTED or packed != nbytes:
             raise FormatError(
@@ -162,7 +163,7 @@ def _locate(window: Window, entries: list[Entry]) -> list[Entry]:
             raise FormatError(f"{window.where}: entry {entry.name!r} begins outside of the archive")
     rows = window.read_rows(np.array([entry.header for entry in entries], np.int64), width)
     located = []
-    for entry, name, row in zip(entries, names, rows):
+    for entry, name, row in zip(entries, names, rows, strict=True):
         raw = row.tobytes()
         magic, _, flags, method, _, _, _, packed, nbytes, name_length, extra_length = _LOCAL.unpack_from(raw)
         sizes = {entry.nbytes, 0xFFFFFFFF, 0 if flags & _SIZES_FOLLOW else entry.nbytes}

@@ -82,7 +82,9 @@ class EmbeddedArchives(Sequence[TorchArchive]):
         pattern, parts, crcs = self.patterns[number], self._parts[number], self._crcs[index]
         value = pattern.value
         if type(value) is not TensorRef:
-            by_name = {parts.entries[f"data/{key}"].name: crc32 for key, crc32 in zip(pattern.storages, crcs)}
+            by_name = {
+                parts.entries[f"data/{key}"].name: crc32 for key, crc32 in zip(pattern.storages, crcs, strict=True)
+            }
             return interpret_parts(parts, self._file, base, f"{self._where} at byte {base}", by_name)
         crc32 = crcs[0] if parts.has_crcs else None
         storage = replace(value.storage, offset=base + value.storage.offset, crc32=crc32)
@@ -95,7 +97,7 @@ class EmbeddedArchives(Sequence[TorchArchive]):
 
     def _assign(self, indices: Positions, number: int, crcs: list[list[int]]) -> None:
         self.pattern[indices] = number
-        for index, values in zip(indices.tolist(), crcs):
+        for index, values in zip(indices.tolist(), crcs, strict=True):
             self._crcs[index] = values
 
 
@@ -119,7 +121,7 @@ def read_embedded(
         StorageError: The file cannot be read.
     """
     where, size = f"{backend.url}/{key}", backend.stat(key).size
-    for offset, length in ((int(one), int(other)) for one, other in zip(offsets, lengths)):
+    for offset, length in ((int(one), int(other)) for one, other in zip(offsets, lengths, strict=True)):
         if offset < 0 or length <= 0 or offset + length > size:
             raise FormatError(f"{where}: an item at byte {offset} of {length} bytes is not inside its {size} bytes")
     starts, ends = np.asarray(offsets, np.int64), np.asarray(lengths, np.int64)
@@ -172,7 +174,7 @@ def _parse(reader: ObjectReader, base: int, length: int, where: str, file: str) 
             free += [entry.crc_field, entry.header + _CRC_IN_HEADER]
     windows, width = _cut(sorted(needed), length)
     checked = np.zeros((len(windows), width), bool)
-    for values, begin in zip(checked, windows.tolist()):
+    for values, begin in zip(checked, windows.tolist(), strict=True):
         for first, last in needed:
             values[max(first - begin, 0) : max(last - begin, 0)] = True
         for at in free:

@@ -184,7 +184,7 @@ class DeepSpeedFiles:
         """
         keys = self.of_all_ranks(self.optimizer)
         found = self.folder.read(keys)
-        for key, document in zip(keys, found):
+        for key, document in zip(keys, found, strict=True):
             if type(document) is not dict or type(document.get("optimizer_state_dict")) is not dict:
                 raise FormatError(f"{self.where(key)}: it is no optimizer file of a DeepSpeed engine")
         return [document["optimizer_state_dict"] for document in found]

@@ -126,7 +126,7 @@ class ModelWriter:
         documents = [self._files.first, *self._files.folder.read(names[1:])]
         parts: dict[str, list[Piece]] = {fqn: [] for fqn in shapes}
         metas: dict[str, BasicMeta] = {}
-        for rank, (name, document) in enumerate(zip(names, documents)):
+        for rank, (name, document) in enumerate(zip(names, documents, strict=True)):
             found = document.get("frozen_param_fragments") if isinstance(document, dict) else None
             fragments = {clean_name(fqn): part for fqn, part in found.items()} if isinstance(found, dict) else {}
             for fqn, shape in shapes.items():

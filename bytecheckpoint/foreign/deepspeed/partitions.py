@@ -128,7 +128,7 @@ def _consecutive(
     if any(max(flat.sizes) != size for flat in flats) or len(between) != len(shapes):
         raise FormatError(f"{flats[-1].where}: its partitions have other sizes than those in {flats[0].where}")
     begin = 0
-    for (fqn, shape), padding in zip(shapes.items(), between):
+    for (fqn, shape), padding in zip(shapes.items(), between, strict=True):
         end, spans, at = begin + prod(shape), [], begin
         while at < end:
             part, start = divmod(at, size) if size else (len(ranks), 0)

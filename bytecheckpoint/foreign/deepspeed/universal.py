@@ -30,13 +30,16 @@ def universal_groups(files: DeepSpeedFiles) -> tuple[list[Group], Any]:
     if any({"", ".", ".."} & {*fqn.split("/")} for fqn, _, _ in params):
         raise FormatError(f"{where}: param_shapes has names that leave the folder")
     children = files.folder.list_children(folders)
-    names = [[folder + name for name in found if name.endswith(_SUFFIX)] for folder, found in zip(folders, children)]
+    names = [
+        [folder + name for name in found if name.endswith(_SUFFIX)]
+        for folder, found in zip(folders, children, strict=True)
+    ]
     rest, *found = files.folder.read([_REST, *(name for inside in names for name in inside)])
     if not isinstance(rest, dict):
         raise FormatError(f"{files.where(_REST)}: it is no state of an optimizer")
     entries = iter(found)
     groups = []
-    for (fqn, shape, number), folder, inside in zip(params, folders, names):
+    for (fqn, shape, number), folder, inside in zip(params, folders, names, strict=True):
         state = {name[len(folder) : -len(_SUFFIX)]: _content(next(entries)) for name in inside}
         flat = _flat({**_step(rest, number), **state}, shape, files.where(folder))
         spans = [Span(0, 0, 0, flat.weights.numel)] if flat.weights.numel else []

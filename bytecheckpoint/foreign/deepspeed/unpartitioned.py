@@ -80,7 +80,7 @@ def _masters(found: Any) -> dict[int, TensorRef]:
     numbers = [n for group in (_state_dict(found) or {"param_groups": ()})["param_groups"] for n in group["params"]]
     tensors = [one for one in weights if type(one) is TensorRef and one.is_contiguous]
     is_complete = len(tensors) == len(weights) == len(numbers) == len(set(numbers))
-    return dict(zip(numbers, tensors)) if is_complete else {}
+    return dict(zip(numbers, tensors, strict=True)) if is_complete else {}
 
 
 def _match(

@@ -52,9 +52,9 @@ def _unstacked(key: str, leaf: StoredLeaf, axes: int, where: str) -> dict[tuple[
         strides = row_major_strides(lengths) if piece.strides is None else piece.strides
         inner = None if piece.strides is None else strides[axes:]
         for at in product(*map(range, lengths[:axes])):
-            start = sum(position * stride for position, stride in zip(at, strides))
+            start = sum(position * stride for position, stride in zip(at, strides, strict=True))
             row = Piece(Box(offsets[axes:], lengths[axes:]), piece.file, piece.offset + start * itemsize, inner)
-            found.setdefault(tuple(map(sum, zip(offsets, at))), []).append(row)
+            found.setdefault(tuple(map(sum, zip(offsets, at, strict=True))), []).append(row)
     missing = [index for index in product(*map(range, shape[:axes])) if index not in found]
     if missing:
         raise FormatError(f"{where}: {key!r:.200} of shape {list(shape)} has nothing at {list(missing[0])}")
@@ -72,7 +72,7 @@ def _joined(tensors: Mapping[str, StoredLeaf]) -> dict[str, StoredLeaf]:
             rows, *rest = leaf.meta.shape
             pieces = [
                 piece._replace(box=piece.box.shift([first, *(0 for _ in rest)]))
-                for first, half in zip((0, rows), halves)
+                for first, half in zip((0, rows), halves, strict=True)
                 for piece in (half.pieces if half is not None else ())
             ]
             found[stem] = StoredLeaf(BasicMeta(leaf.meta.dtype, (2 * rows, *rest)), pieces)

@@ -115,7 +115,7 @@ def _module_states(builder: IndexBuilder, objects: Iterable[ShardedObject], pref
     values = read_all(lambda one: _content(builder, one.value), found)
     return [
         ((EXTRA_STATE, numbered(one.key.removeprefix(prefix), one.offset).rpartition(".")[0]), value)
-        for one, value in zip(found, values)
+        for one, value in zip(found, values, strict=True)
         if value is not None and not (type(value) is bytes and not value)
     ]
 

@@ -115,12 +115,12 @@ class Machine:
         self.budget -= 100 * len(keys)
         if type(target) is Instance:
             target.pairs = target.pairs or []
-            target.pairs.extend(zip(keys, values))
+            target.pairs.extend(zip(keys, values, strict=True))
         elif type(target) in _MAPPINGS:
             for key in keys:
                 if type(key) is not str:
                     check_key(key)
-            for key, value in zip(keys, values):
+            for key, value in zip(keys, values, strict=True):
                 target[key] = value
         else:
             raise FormatError(f"keys are set in a {type(target).__name__}")

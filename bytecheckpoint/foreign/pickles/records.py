@@ -129,7 +129,7 @@ class TensorRef:
         """The number of elements from the first to the last one in the storage, both included."""
         if 0 in self.shape:
             return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def file(self) -> str:
@@ -147,7 +147,7 @@ class TensorRef:
         if 0 in self.shape:
             return True
         expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides)):
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1:
                 if stride != expected:
                     return False

@@ -67,7 +67,7 @@ class _Decoder:
     def pairs(self, payload: bytes, depth: int) -> list[tuple[Any, Any]]:
         flat = self.array(payload, depth)
         self.require(len(flat) % 2 == 0, "a mapping has a key without a value")
-        return list(zip(flat[::2], flat[1::2]))
+        return list(zip(flat[::2], flat[1::2], strict=True))
 
     def elements(self, payload: bytes, depth: int) -> frozenset[Any]:
         flat = self.array(payload, depth)

@@ -135,8 +135,8 @@ def _fused(optimizer: Any) -> Iterator[Partition]:
 
 
 def _unfused(optimizer: Any) -> Iterator[Partition]:
-    for number, (params, copies) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups)):
-        for param, copy in zip(params, copies):
+    for number, (params, copies) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)):
+        for param, copy in zip(params, copies, strict=True):
             group = _group_of(optimizer, copy, number)
             yield Partition(copy, param, group, [Piece(param, 0, 0, param.numel())], is_partial=False)
 
@@ -188,7 +188,7 @@ def _pieces(low: torch.Tensor, whole: torch.Tensor, held: Iterable[tuple[Any, to
 
 def _consecutive(params: Sequence[Any], lengths: Sequence[int]) -> Iterator[Piece]:
     start = 0
-    for param, length in zip(params, lengths):
+    for param, length in zip(params, lengths, strict=True):
         yield Piece(param, 0, start, length)
         start += length
 

@@ -270,7 +270,7 @@ class _Optimizers:
         """Put the loaded groups and state into the optimizers."""
         masters = {id(named.key): named.master for named in self.params}
         for part in self._parts:
-            for group, shown in zip(part.optimizer.param_groups, part.holder.groups):
+            for group, shown in zip(part.optimizer.param_groups, part.holder.groups, strict=True):
                 group.update({key: value for key, value in shown.items() if key != "params"})
                 counts = {}
                 for param in group["params"]:

@@ -79,7 +79,7 @@ class _Piece:
 
     def part(self) -> ParamPart:
         lengths = self.box.lengths
-        dense = all(n == 1 or a == b for n, a, b in zip(lengths, self.strides, row_major_strides(lengths)))
+        dense = all(n == 1 or a == b for n, a, b in zip(lengths, self.strides, row_major_strides(lengths), strict=True))
         return ParamPart(self.fqn, self.shape, self.box, self.start, None if dense else self.strides)
 
 
@@ -322,7 +322,7 @@ def _grid_place(parts: Sequence[ParamPart]) -> MeshPlace | None:
     mesh: list[int] = []
     coordinate: list[int] = []
     cuts: list[tuple[int, ...]] = []
-    for size, length, offset, count in zip(shape, lengths, first, blocks):
+    for size, length, offset, count in zip(shape, lengths, first, blocks, strict=True):
         pieces, rest = divmod(size, count * length) if length else (0, 1)
         if rest or offset % length:
             return None

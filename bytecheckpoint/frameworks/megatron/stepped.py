@@ -111,14 +111,14 @@ def _outer(leaf: Any, context: Context) -> Iterator[Stepped]:
         low = leaf.shard_float16_groups if scaled else leaf.shard_fp32_from_float16_groups
         pairs = ((leaf.model_float16_groups, low), (leaf.model_fp32_groups, leaf.shard_fp32_groups))
         for models, shards in pairs:
-            for model_group, shard_group in zip(models, shards):
-                for model_param, shard in zip(model_group, shard_group):
+            for model_group, shard_group in zip(models, shards, strict=True):
+                for model_param, shard in zip(model_group, shard_group, strict=True):
                     buffer, dtype, bucket = leaf.model_param_gbuf_map[model_param]
                     span = leaf.gbuf_ranges[buffer][dtype][bucket]["param_map"][model_param]["param"]
                     yield Stepped(model_param, shard, (span.start, span.end))
     elif is_a(leaf, f"{_MODULE}.optimizer.Float16OptimizerWithFloat16Params"):
-        for model_group, main_group in zip(leaf.float16_groups, leaf.fp32_from_float16_groups):
-            for model_param, main in zip(model_group, main_group):
+        for model_group, main_group in zip(leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True):
+            for model_param, main in zip(model_group, main_group, strict=True):
                 yield Stepped(model_param, main)
         for group in leaf.fp32_from_fp32_groups:
             for param in group:

@@ -117,7 +117,7 @@ def _by_layer(made: nn.Module, copies: Sequence[Copy]) -> list[Copy]:
         for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
     }
     layers = [owner.get(storage_identity(copy.target), -1) for copy in copies]
-    last = dict(zip(layers, range(len(layers))))
+    last = dict(zip(layers, range(len(layers)), strict=True))
     order = sorted(range(len(layers)), key=lambda number: (last[layers[number]], number))
     return [copies[number] for number in order]
 

@@ -69,11 +69,11 @@ class VllmAdapters:
             if isinstance(module, FusedMoEWithLoRA):
                 # Either one tensor for all experts or one tensor for each.
                 found |= dict.fromkeys([name, f"{name}.base_layer", *(parts or ())], _UNKNOWN)
-                found |= zip(parts or (), _expert_sizes(module, len(parts or ())))
+                found |= zip(parts or (), _expert_sizes(module, len(parts or ())), strict=True)
             elif parts is None:
                 found[name] = LoraLayer(*_sizes(module))
             else:
-                found |= zip(parts, _packed_sizes(module, len(parts)))
+                found |= zip(parts, _packed_sizes(module, len(parts)), strict=True)
         return found
 
     def factor_of(self, name: str) -> LoraFactor | None:

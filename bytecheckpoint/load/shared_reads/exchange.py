@@ -81,7 +81,9 @@ class StoredPieces:
     def read(self, part_boxes: Sequence[PartBox], buffers: Sequence[torch.Tensor]) -> None:
         """Read and verify part boxes, each into its buffer. Thread-safe. Raises as ``Reader.read``."""
         shards = [self._pieces[part_box.row].shard for part_box in part_boxes]
-        self.reader.read([ReadPart(s, part_box.box, out) for s, part_box, out in zip(shards, part_boxes, buffers)])
+        self.reader.read(
+            [ReadPart(s, part_box.box, out) for s, part_box, out in zip(shards, part_boxes, buffers, strict=True)]
+        )
 
     def describe(self, part_box: PartBox) -> str:
         """The checkpoint, box and tensor of a part box, for error messages."""

@@ -91,7 +91,7 @@ def _pieces_of_frames(
 ) -> list[StoredPiece] | None:
     """The stored pieces of the frames of these classes; None, on all ranks, if the frames are not fully stored."""
     manifest = reader.manifest
-    frames = [frame for one in classes for frame in zip(one.requests, one.stripes)]
+    frames = [frame for one in classes for frame in zip(one.requests, one.stripes, strict=True)]
     boxes = BoxTable.build([(parts[part].tensor, stripe.frame) for part, stripe in frames])
     try:
         plan = plan_load(manifest.tensors, manifest.shards, boxes)

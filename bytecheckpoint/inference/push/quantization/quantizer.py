@@ -309,4 +309,4 @@ def torch_dtype_of(write: Write) -> torch.dtype:
 def _hull(box: Box, other: Box) -> Box:
     """Return the smallest box that contains both."""
     offsets = tuple(map(min, box.offsets, other.offsets))
-    return Box.unchecked(offsets, tuple(max(a, b) - o for a, b, o in zip(box.stops, other.stops, offsets)))
+    return Box.unchecked(offsets, tuple(max(a, b) - o for a, b, o in zip(box.stops, other.stops, offsets, strict=True)))
