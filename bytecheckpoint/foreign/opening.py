@@ -25,7 +25,7 @@ from .megatron import read_megatron
 from .place import Place, open_parent
 from .rank_files import stored_by_ranks
 from .reindexing import Stored
-from .torch_files import read_torch_file
+from .torch_values import read_torch_file
 
 __all__ = ["CheckpointSource"]
 

@@ -20,7 +20,7 @@ from .huggingface import read_huggingface
 from .naming import MODEL_SECTION
 from .place import Place, read_all
 from .reindexing import Stored, rule_name
-from .torch_files import read_torch_file
+from .torch_values import read_torch_file
 
 __all__ = ["stored_by_ranks"]
 

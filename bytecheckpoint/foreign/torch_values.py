@@ -1,4 +1,4 @@
-"""Turn what ``torch.save`` stored into trees for the index."""
+"""Read files of ``torch.save``, and turn what they hold into trees for the index."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Any
 
 import torch
 
-from ..errors import CorruptionError, UnsupportedTensorError
+from ..checkpoint.index import Index
+from ..errors import CorruptionError, KeyNotFoundError, NotACheckpointError, UnsupportedTensorError
 from ..format.values import UnreadObject
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
+from .archives import read_archive
 from .building import IndexBuilder, StoredLeaf
+from .naming import sections_of
 from .pickles import Global, Instance, Storage, TensorRef, explain
+from .place import Place
 
-__all__ = ["TorchValues", "read_small"]
+__all__ = ["TorchValues", "read_small", "read_torch_file"]
 
 _MAX_SMALL_BYTES = 16 << 20
 
@@ -102,3 +106,40 @@ def read_small(backend: StorageBackend, tensor: TensorRef) -> torch.Tensor:
             f"fetch the file again"
         )
     return torch.frombuffer(data, dtype=dtype).view(tensor.shape)
+
+
+_ZIP, _GGUF = b"PK\3\4", b"GGUF"
+
+
+def read_torch_file(place: Place) -> Index | None:
+    """Return the index of one file of ``torch.save``; None if the path is a folder, or another kind of file.
+
+    Raises ``NotACheckpointError`` for a kind of file that is known but not read, ``FormatError`` and
+    ``CorruptionError`` for a damaged file.
+    """
+    if not place.name:
+        return None
+    magic = bytearray(4)
+    try:
+        if place.backend.stat(place.name).size < len(magic):
+            return None
+        place.backend.read_into(place.name, 0, magic)
+    except KeyNotFoundError:
+        return None
+    if magic == _GGUF:
+        raise NotACheckpointError(
+            f"{place.url} is a GGUF file of llama.cpp, whose quantized blocks are not read; use the safetensors files "
+            f"that it was converted from"
+        )
+    if magic != _ZIP:
+        return None
+    builder = IndexBuilder(place.backend, "torch.save")
+    tree = TorchValues(builder).tree(read_archive(place.backend, place.name).value)
+    for section, part in sections_of(tree).items():
+        builder.add_tree(section, part)
+    return builder.build(name=place.name, step=_step_of(tree))
+
+
+def _step_of(tree: Any) -> int | None:
+    found = [tree[key] for key in ("global_step", "step", "iteration") if isinstance(tree, dict) and key in tree]
+    return found[0] if found and type(found[0]) is int and found[0] >= 0 else None

@@ -2,25 +2,33 @@
 
 Names are those of the unwrapped model. So a checkpoint loads under any wrap policy and world size, with FSDP-2 or in a
 plain module, and theirs load here.
+
+A flat parameter concatenates several parameters, with padding between and after them, and splits them into equal 1-D
+pieces, one for each rank. Each piece is decomposed into boxes in place; nothing is gathered. Only this module reads
+private attributes of FSDP-1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
-from ..errors import UnsupportedTensorError
+from ..errors import StateError, UnsupportedTensorError
+from ..tensors.geometry import Box, row_major_strides
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Context
-from .flat_params import FlatParam, OriginalParam, flat_params
-from .layout import ParamLayout
+from .dtensor import is_dtensor, loaded_class, sharding_of
+from .layout import ParamLayout, ParamPart
 from .module import ModuleAdapter, choose_stored_name
-from .module_tree import Slot, has_fsdp1, modules_of
+from .module_tree import Slot, has_fsdp1, modules_of, named_submodules
 from .tensors import dense_view
 
-__all__ = ["FSDP1Adapter"]
+__all__ = ["FSDP1Adapter", "FlatParam", "OriginalParam", "flat_params"]
 
 
 class FSDP1Adapter(ModuleAdapter):
@@ -102,3 +110,188 @@ def _add_flat(section: SectionSource | SectionTarget, flat: FlatParam, chosen: M
     for original in flat.originals:
         name = chosen[original.fqns[0]]
         section.aliases.update({fqn: name for fqn in original.fqns if fqn != name})
+
+
+@dataclass(frozen=True, eq=False)
+class OriginalParam:
+    """One parameter inside a flat one. It is stored under the first of its names.
+
+    ``local_shape`` is the shape that FSDP flattened: the global ``shape``, or a tensor-parallel rank's part of it,
+    which begins at ``corner`` (None for an empty part). ``strides`` are those of the memory that FSDP flattened;
+    None if it is row-major. ``start`` and ``length`` are the range of this rank's shard that holds elements of the
+    parameter, from element ``first`` on.
+    """
+
+    fqns: tuple[str, ...]
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    corner: tuple[int, ...] | None
+    strides: tuple[int, ...] | None
+    start: int
+    length: int
+    first: int
+
+    def parts(self) -> Iterator[ParamPart]:
+        """The boxes that this rank holds, in memory order."""
+        if self.corner is None or self.length == 0:
+            return
+        whole = ParamPart(self.fqns[0], self.shape, Box(self.corner, self.local_shape), 0, self.strides)
+        for part in whole.narrowed(self.first, self.length):
+            yield part._replace(start=part.start + self.start)
+
+
+class FlatParam:
+    """What this rank holds of one ``FlatParamHandle``. ``names`` are its modules' clean names, by ``id``."""
+
+    def __init__(self, handle: Any, names: dict[int, list[tuple[int, str]]]) -> None:
+        self.handle = handle
+        self.flat = handle.flat_param
+        self.is_sharded = bool(handle.uses_sharded_strategy)
+        self.originals = [self._original(i, names) for i in range(len(self.flat._param_infos))]
+
+    def _original(self, i: int, names: dict[int, list[tuple[int, str]]]) -> OriginalParam:
+        flat, info = self.flat, self.flat._param_infos[i]
+        places = [(info.module, info.param_name)]
+        places += [
+            (shared.module, shared.param_name)
+            for shared in flat._shared_param_infos
+            if shared.prim_module is info.module and shared.prim_param_name == info.param_name
+        ]
+        found = sorted(
+            (position, f"{prefix}.{name}" if prefix else name)
+            for module, name in places
+            for position, prefix in names.get(id(module), [])
+        )
+        fqns = tuple(dict.fromkeys(name for _, name in found))
+        if not fqns:
+            raise StateError(
+                f"FSDP flattened the parameter {flat._fqns[i]!r}, whose module is no longer part of the model; wrap "
+                "the model again"
+            )
+        local_shape = tuple(flat._shapes[i])
+        shape, corner = _placed(fqns[0], flat._param_extensions[i], local_shape)
+        strides = None if flat._contiguities[i] else _dense_strides(fqns[0], local_shape, tuple(flat._strides[i]))
+        held = flat._shard_param_infos[i]
+        where = (held.offset_in_shard, held.numel_in_shard, held.intra_param_start_idx) if held.in_shard else (0, 0, 0)
+        return OriginalParam(fqns, shape, local_shape, corner, strides, *where)
+
+    @property
+    def owned(self) -> Iterator[tuple[int, str]]:
+        """Module ``id`` and attribute name of every parameter slot that FSDP manages, including its own."""
+        for info in (*self.flat._param_infos, *self.flat._shared_param_infos):
+            yield id(info.module), info.param_name
+
+    @property
+    def frozen(self) -> list[OriginalParam]:
+        """The parameters that get no gradient."""
+        params = self.flat._params if self.flat._params is not None else [self.flat] * len(self.originals)
+        return [original for original, param in zip(self.originals, params, strict=True) if not param.requires_grad]
+
+    @cached_property
+    def layout(self) -> ParamLayout:
+        """The layout of the complete local shard. Padding belongs to no part."""
+        parts = tuple(part for original in self.originals for part in original.parts())
+        size = tuple(self.flat._sharded_size)
+        return ParamLayout(size, parts, {original.fqns[0]: original.shape for original in self.originals})
+
+    def parameter_layouts(self) -> dict[int, ParamLayout]:
+        """Layouts by ``id`` of what an optimizer steps: the flat parameter, or the originals as views of the shard."""
+        if self.flat._params is None:
+            return {id(self.flat): self.layout}
+        layouts: dict[int, ParamLayout] = {}
+        for param, original in zip(self.flat._params, self.originals, strict=True):
+            if self.is_sharded:
+                local_shape: tuple[int, ...] = (original.length,)
+                parts = tuple(part._replace(start=part.start - original.start) for part in original.parts())
+            else:
+                local_shape = original.local_shape
+                box = Box(original.corner, local_shape) if original.corner is not None else None
+                parts = (ParamPart(original.fqns[0], original.shape, box, 0),) if box is not None else ()
+            layouts[id(param)] = ParamLayout(local_shape, parts, {original.fqns[0]: original.shape})
+        return layouts
+
+    def local_shard(self) -> torch.Tensor:
+        """This rank's full-precision memory, including padding.
+
+        Raises ``StateError`` while the model does not compute with the shard: parameters are summoned, a forward or
+        backward pass is running, or a parameter was given other memory.
+        """
+        state = self.handle._training_state.name
+        if state != "IDLE":
+            raise StateError(
+                f"FSDP parameters ({self.originals[0].fqns[0]}, ...) are currently unsharded (handle state {state}); "
+                "save and load outside forward and backward, and outside summon_full_params()"
+            )
+        data: torch.Tensor = self.flat.data
+        shard: torch.Tensor = getattr(self.flat, "_local_shard", data)
+        if shard.shape != self.flat._sharded_size or shard.data_ptr() != data.data_ptr():
+            raise StateError(
+                f"FSDP parameters ({self.originals[0].fqns[0]}, ...) are unsharded or were moved: their flat parameter "
+                f"has {data.numel()} elements where its shard has {shard.numel()}. Save and load outside forward and "
+                "backward; after .to() or .half(), run one forward pass first"
+            )
+        self._check_views(shard)
+        return shard.detach()
+
+    def _check_views(self, shard: torch.Tensor) -> None:
+        """Raise ``StateError`` if a parameter was given memory that FSDP copies back only in the next forward pass."""
+        if self.flat._params is None or self.handle._skipped_use_sharded_views:
+            return
+        for param, original in zip(self.flat._params, self.originals, strict=True):
+            if original.length == 0 or is_dtensor(param):
+                continue
+            if param.data_ptr() != shard.data_ptr() + original.start * shard.element_size():
+                raise StateError(
+                    f"{original.fqns[0]}: the parameter was given new memory (param.data = ...), which FSDP copies "
+                    "back only in the next forward pass; assign in place (param.copy_()) or run a forward pass first"
+                )
+
+    def free_gathered(self) -> None:
+        """Free a gathered copy, with which the next forward pass would compute otherwise."""
+        if self.is_sharded and hasattr(self.flat, "_full_param_padded") and not self.handle.needs_unshard():
+            self.handle.reshard(free_unsharded_flat_param=True)
+            self.handle.post_reshard()
+
+
+def flat_params(modules: Sequence[nn.Module]) -> list[FlatParam]:
+    """Every flat parameter in these modules, in their order."""
+    wrapper = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    names: dict[int, list[tuple[int, str]]] = {}
+    handles: dict[int, Any] = {}
+    position = 0
+    for root in modules:
+        for name, module in named_submodules(root):
+            names.setdefault(id(module), []).append((position, name))
+            position += 1
+            if isinstance(module, wrapper) and module._handle is not None:
+                handles[id(module._handle)] = module._handle
+    return [FlatParam(handle, names) for handle in handles.values()]
+
+
+def _placed(fqn: str, spec: Any, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Global shape and first corner of a parameter. ``spec`` is its DTensor spec before FSDP flattened it, if any."""
+    if spec is None:
+        return local_shape, (0,) * len(local_shape)
+    if not hasattr(spec, "placements") or not hasattr(spec, "mesh"):
+        raise UnsupportedTensorError(
+            f"{fqn}: FSDP flattened a {type(spec).__name__}, which this library does not support; use a DTensor instead"
+        )
+    sharding = sharding_of(spec)
+    boxes = sharding.held(fqn)[1] if sharding is not None else ()
+    if len(boxes) > 1 or (boxes and boxes[0].box.lengths != local_shape) or (not boxes and 0 not in local_shape):
+        raise UnsupportedTensorError(
+            f"{fqn}: the tensor-parallel part {local_shape} of {tuple(spec.shape)} that FSDP flattened is not one box"
+        )
+    return tuple(spec.shape), boxes[0].box.offsets if boxes else None
+
+
+def _dense_strides(fqn: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, if the elements fill the memory that FSDP flattened in some order of the dimensions."""
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d], d))
+    dense = row_major_strides([shape[d] for d in order])
+    if any(strides[d] != step and shape[d] > 1 for d, step in zip(order, dense, strict=True)):
+        raise UnsupportedTensorError(
+            f"{fqn}: FSDP flattened a parameter of shape {shape} and strides {strides}, which is not dense; make it "
+            "contiguous before wrapping"
+        )
+    return strides

@@ -2,24 +2,78 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import Location
 from ..checkpoint.selection import Selection
-from ..errors import UsageError
-from ..foreign.given_rules import GivenRules, rules_argument
+from ..errors import KeyNotFoundError, UsageError
+from ..foreign.place import open_parent
 from ..frameworks.per_rank import OnResize
 from ..rules import Rules
 from ..runtime.arguments import check_arguments, check_choice, choice, options_of
 from ..runtime.limits import DEFAULT_DEADLINE_S
 from .shared_reads.negotiation import ShareReads
 
-__all__ = ["Cast", "Fault", "LoadOptions", "LoadRequest", "Rename", "Strictness", "renaming"]
+__all__ = [
+    "Cast",
+    "Fault",
+    "GivenRules",
+    "LoadOptions",
+    "LoadRequest",
+    "Rename",
+    "Strictness",
+    "read_rules",
+    "renaming",
+    "rules_argument",
+]
+
+GivenRules: TypeAlias = Rules | str | os.PathLike[str]
+"""Rules, the path or URL of a TOML file, or the name of a set of rules that the library contains."""
+
+_MAX_BYTES = 16 << 20
+
+
+def read_rules(source: str, variables: Mapping[str, int] | None = None) -> Rules:
+    """Return the rules of a file or of a set.
+
+    Args:
+        source: A path or URL that ends in ``.toml`` or contains a slash, or the name of a set.
+        variables: The values of numbers that the rules state as names.
+
+    Returns:
+        The rules.
+
+    Raises:
+        UsageError: There is no such file.
+        RuleError: The rules are not valid, or there is no such set.
+        StorageError: The file cannot be read.
+    """
+    if not source.endswith(".toml") and "/" not in source:
+        return Rules.shipped(source, **dict(variables or {}))
+    try:
+        text = open_parent(Location(source)).get(source.rpartition("/")[2], max_size=_MAX_BYTES)
+    except KeyNotFoundError as error:
+        raise UsageError(f"there is no file of rules {source}; check the path") from error
+    try:
+        return Rules.from_toml(text.decode(), variables)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source} is no file of rules: it is not UTF-8 text ({error})") from error
+
+
+def rules_argument(name: str, value: Any) -> Rules | None:
+    """Return the argument ``name`` as rules. Raises as ``read_rules``, and ``UsageError`` for another type."""
+    if value is None or isinstance(value, Rules):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        return read_rules(os.fspath(value))
+    raise UsageError(f"{name} must be Rules, the path of a TOML file, or the name of a set of rules, not {value!r:.80}")
+
 
 Cast = Literal["exact", "widen", "any"]
 """``exact``: dtypes must be equal. ``widen``: casts that keep every value are allowed. ``any``: casts may round."""

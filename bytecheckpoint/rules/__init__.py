@@ -5,9 +5,8 @@ See ``docs/rules.md``. The package does no I/O except for reading the rules that
 
 from __future__ import annotations
 
-from .files import RankFile
 from .kinds import Averaged, Flat, Ignored, Replicated, Rule, Sharded, Split, Unique
-from .resolution import GlobalTensor, Region, Resolution, Source
+from .resolution import GlobalTensor, RankFile, Region, Resolution, Source
 from .rules import Rules
 
 __all__ = [

@@ -10,12 +10,11 @@ from ..errors import RuleError
 from ..tensors.metadata import BasicMeta
 from .compiled import Compiled, compile_rule, inverse_rule
 from .faults import Faults, nearest
-from .files import RankFile, rank_files
 from .flat import flat_tensors
 from .kinds import KINDS, Averaged, Flat, Ignored, Replicated, Rule, Shaped
 from .patterns import Captures, numbered
 from .placing import Matched
-from .resolution import GlobalTensor, Resolution, Source, in_stored_order
+from .resolution import GlobalTensor, RankFile, Resolution, Source, in_stored_order, rank_files
 from .shaping import Draft, shape_tensors
 from .tables import check_files, parse_rules, read_table, rule_table, write_rules
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .faults import Faults, nearest
-from .files import FilePattern
 from .kinds import KINDS, Rule, Split
+from .resolution import FilePattern
 
 __all__ = ["check_files", "parse_rules", "read_table", "rule_table", "write_rules"]
 

@@ -14,8 +14,7 @@ from .folder import CheckpointFolder, DeepSpeedFiles
 from .model import ModelWriter
 from .optimizer import OptimizerWriter, add_scaler
 from .partitions import Group, flat_groups
-from .universal import universal_groups
-from .unpartitioned import add_numbered_optimizer, replicated_groups
+from .unpartitioned import add_numbered_optimizer, replicated_groups, universal_groups
 
 __all__ = ["read_deepspeed"]
 

@@ -12,7 +12,7 @@ from ..layout import ParamLayout
 from ..optimizer import LOSS_SCALER, OptimizerAdapter
 from ..optimizer_params import NamedParam, OwnedLayout, owned_layouts
 from ..optimizer_wrappers import StateHolder, as_list
-from .engine import optimizer_of
+from .model import optimizer_of
 from .partitions import Partition, Piece, partitions_of, take_changes
 
 __all__ = ["DeepSpeedOptimizerAdapter"]
