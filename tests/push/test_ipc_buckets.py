@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bytecheckpoint.errors import EngineError
-from bytecheckpoint.inference.push.ipc import buckets
-from bytecheckpoint.inference.push.ipc.buckets import make_buckets
+from bytecheckpoint.inference.push.ipc import engine
+from bytecheckpoint.inference.push.ipc.engine import make_buckets
 from bytecheckpoint.inference.push.transports.shared_memory import Arena
 
 
@@ -21,7 +21,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise EngineError("no memory")
         return Arena(nbytes)
 
-    monkeypatch.setattr(buckets, "Arena", arena)
+    monkeypatch.setattr(engine, "Arena", arena)
     return found
 
 

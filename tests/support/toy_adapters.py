@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.inference.push.lora.model import Adapter, LoraFactor, LoraLayer, factor_of
+from bytecheckpoint.inference.push.adapters import Adapter, LoraFactor, LoraLayer, factor_of
 
 MAX_RANK = 8
 

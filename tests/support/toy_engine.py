@@ -28,10 +28,10 @@ from toy_adapters import ToyAdapters
 
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import EngineError
+from bytecheckpoint.inference.push.adapters import AdapterReceivers
 from bytecheckpoint.inference.push.engine_model import EngineModel
 from bytecheckpoint.inference.push.engines.answers import post_answer
-from bytecheckpoint.inference.push.engines.targets import split_target
-from bytecheckpoint.inference.push.lora.model import AdapterReceivers
+from bytecheckpoint.inference.push.engines.base import split_target
 from bytecheckpoint.inference.push.messages import decode
 from bytecheckpoint.inference.push.receiver import Receiver
 from bytecheckpoint.inference.push.transports.shared_memory import SharedMemoryTransport

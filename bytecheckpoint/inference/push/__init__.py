@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from .engines.base import Engine
+from .engines.adapters import AdapterEngine, adapter_config, adapter_state
+from .engines.base import DraftEngine, Engine
 from .engines.rpc import LocalEngine, RpcEngine
-from .engines.targets import DraftEngine
 from .engines.vllm import HttpEngine, NativeEngine
 from .ipc.engine import IpcEngine
-from .lora.adapters import AdapterEngine, adapter_config, adapter_state
 from .pusher import Pusher
 from .receiver import Receiver
 from .report import PushReport, WorkerReport

@@ -20,7 +20,7 @@ from torch import nn
 from ...errors import DeadlineError, StateError
 from ...runtime.threads import run_daemon
 from .engine_model import EngineModel
-from .engines.targets import split_target
+from .engines.base import split_target
 from .engines.vllm import HttpEngine
 from .guard import ExitGuard
 from .messages import decode

@@ -27,7 +27,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from ...errors import StateError
-from ..push.lora.model import Adapter, AdapterReceivers, LoraFactor, LoraLayer
+from ..push.adapters import Adapter, AdapterReceivers, LoraFactor, LoraLayer
 
 __all__ = ["VllmAdapters", "adapters_of", "receivers_of"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import StateError, UsageError
 from ..push.engines.answers import REPLICATED, post_answer
-from ..push.engines.targets import split_target
+from ..push.engines.base import split_target
 from ..push.receiver import Receiver, refuse
 from .private import check_part
 

@@ -20,9 +20,8 @@ from urllib.parse import quote, urlsplit
 from ....errors import DeadlineError, EngineError, UsageError
 from ..guard import tls_context, tls_of
 from .answers import METHOD, Answers, CollectiveRpc
-from .base import Budget, Engine, Wrapper
+from .base import Budget, Engine, TargetEngine, Wrapper
 from .rpc import PauseMode
-from .targets import TargetEngine
 
 __all__ = ["TOKEN_VARIABLE", "HttpEngine", "MissingEndpoint", "NativeEngine", "engine_at", "server_at"]
 

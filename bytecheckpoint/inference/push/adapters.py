@@ -15,21 +15,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ....errors import StateError
-from ..engine_model import EngineModel
-from ..messages import check_faults
-from ..quantization.blocks import Blocks
-from ..receiver import Receiver
+from ...errors import StateError
+from .engine_model import EngineModel
+from .messages import check_faults
+from .quantization.blocks import Blocks
+from .receiver import Receiver
 
-__all__ = [
-    "Adapter",
-    "AdapterHost",
-    "AdapterModel",
-    "AdapterReceivers",
-    "LoraFactor",
-    "LoraLayer",
-    "factor_of",
-]
+__all__ = ["Adapter", "AdapterHost", "AdapterModel", "AdapterReceivers", "LoraFactor", "LoraLayer", "factor_of"]
+
 
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))"

@@ -14,10 +14,10 @@ from torch import nn
 from ....checkpoint.location import AnyLocation, Location
 from ....errors import FormatError, KeyNotFoundError, StateError, UsageError
 from ....frameworks.module_tree import has_fsdp1
-from ..engines.base import Engine
-from ..engines.targets import TargetEngine
+from .base import Engine, TargetEngine
 
 __all__ = ["CONFIG_NAME", "AdapterEngine", "adapter_config", "adapter_state"]
+
 
 CONFIG_NAME = "adapter_config.json"
 
