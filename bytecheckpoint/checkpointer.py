@@ -16,8 +16,8 @@ from .control.base import Communicator
 from .errors import UsageError
 from .load.options import Cast, LoadOptions, LoadRequest, Rename, Strictness
 from .load.report import LoadReport
+from .runtime import DEFAULT_DEADLINE_S
 from .runtime.arguments import check_arguments, deadline_of
-from .runtime.limits import DEFAULT_DEADLINE_S
 from .save.engine import DEFAULT_MERGE_MEMORY_BYTES
 from .save.handle import SaveHandle
 from .save.options import SaveOptions, SaveRequest

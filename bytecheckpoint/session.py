@@ -24,8 +24,8 @@ from .load.options import LoadRequest
 from .load.protocol import load
 from .load.report import LoadReport
 from .rules import Rules
+from .runtime import DEFAULT_DEADLINE_S
 from .runtime.arguments import ARGUMENTS
-from .runtime.limits import DEFAULT_DEADLINE_S
 from .save.engine import DEFAULT_MERGE_MEMORY_BYTES, SaveEngine
 from .save.failures import FailedSaves
 from .save.gating import pass_gates

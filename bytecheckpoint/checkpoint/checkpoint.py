@@ -32,7 +32,6 @@ from ..tensors.tables import BoxTable
 from .index import Index
 from .selection import SimilarNames
 from .stored_tensor import StoredTensor
-from .summary import summary_html
 
 __all__ = ["Checkpoint", "VerifyReport"]
 
@@ -450,10 +449,6 @@ class Checkpoint(Mapping[str, StoredTensor]):
         if self._reopen is None:
             raise UsageError(f"{self!r} was not opened with bcp.open and cannot be pickled")
         return _reopened, (self._reopen, self.manifest.attempt, self.url)
-
-    def _repr_html_(self) -> str:
-        """Show a table of the sections, in a notebook."""
-        return summary_html(without_userinfo(self.url), self.manifest)
 
     def __repr__(self) -> str:
         """Show the URL, step, number of tensors and size."""

@@ -24,7 +24,7 @@ from ..errors import (
     UsageError,
 )
 from ..format.manifest import MANIFEST_KEY, Manifest
-from ..runtime.limits import DEFAULT_DEADLINE_S
+from ..runtime import DEFAULT_DEADLINE_S
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
 from .location import Location

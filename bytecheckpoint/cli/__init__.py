@@ -5,11 +5,10 @@ from __future__ import annotations
 import click
 
 from ..version import VERSION
-from .averaging import average_command
 from .copying import copy_command, upload_command
 from .huggingface import export_command, import_command
 from .inspection import inspect_command, latest_command, ls_command, verify_command
-from .maintenance import diff_command, reshard_command, rm_command, trace_command
+from .maintenance import average_command, diff_command, reshard_command, rm_command, trace_command
 from .options import EXIT_CODES
 from .push import push_command
 

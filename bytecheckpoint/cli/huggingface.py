@@ -1,4 +1,4 @@
-"""``bcp export`` and ``bcp import``: write and read safetensors files in the layout of Hugging Face libraries."""
+"""``bcp export`` and ``bcp import``: safetensors files in the layout of Hugging Face libraries, and torch's formats."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import click
 
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.location import Location
 from ..convert.export import Expected, Part, export_safetensors
 from ..convert.importing import import_checkpoint
 from ..convert.lora import Lora, LoraForm, LoraPlan
 from ..convert.related import kept_files, related_files
 from ..convert.selection import Selection
+from ..convert.torch_file import export_torch_file
 from ..errors import FormatError
 from ..foreign.safetensors_folder import SafetensorsFolder
 from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY
@@ -27,9 +29,11 @@ from ..tensors.metadata import BasicMeta
 from .configured import ConfiguredModel, is_supported
 from .options import Locate, checked, command, parse_size, rename_option, rules_options
 from .output import Output, size_text
-from .torch_formats import TorchForm, export_for_torch
 
 __all__ = ["export_command", "import_command"]
+
+TorchForm = Literal["dcp", "torch"]
+"""A folder of ``torch.distributed.checkpoint``, or a file of ``torch.save``."""
 
 TiedNames = Literal["drop", "copy"]
 """Whether an export writes only one of several tied names, or all of them."""
@@ -121,7 +125,7 @@ def export_command(
             raise click.UsageError(
                 f"--expect, --partial, --config-from, --rename, --tied and --lora do not apply to --format {form}"
             )
-        export_for_torch(
+        _export_for_torch(
             out,
             found,
             at(target),
@@ -331,3 +335,23 @@ def _is_shape(value: object) -> bool:
 
 def _bad(message: str) -> click.BadParameter:
     return click.BadParameter(message, param_hint="--expect")
+
+
+def _export_for_torch(
+    out: Output, source: Checkpoint, target: Location, form: TorchForm, max_file_bytes: int, **chosen: Any
+) -> None:
+    """Write a checkpoint in one of torch's formats and print the report. ``chosen`` goes to the export."""
+    from ..dcp.export import export_dcp  # importing torch.distributed.checkpoint takes long
+
+    with out.progress("export", source.manifest.nbytes) as progress:
+        if form == "torch":
+            report = asdict(export_torch_file(source, target, progress=progress, **chosen))
+            nbytes = report["nbytes"]
+        else:
+            report = asdict(export_dcp(source, target, max_file_bytes=max_file_bytes, progress=progress, **chosen))
+            report["files"] = [{"name": name, "bytes": size} for name, size in report["files"]]
+            nbytes = sum(file["bytes"] for file in report["files"])
+    out.document({"source": source.url, **report})
+    if report["left_out"]:
+        out.line(f"left out, because only ranks other than 0 saved it: {', '.join(report['left_out'])}")
+    out.line(f"{report['url']}: {report['tensors']} tensors, {size_text(nbytes)}")

@@ -1,4 +1,4 @@
-"""``bcp diff``, ``bcp reshard`` and ``bcp rm``, which handle whole checkpoints, and ``bcp trace``."""
+"""``bcp diff``, ``bcp reshard``, ``bcp average`` and ``bcp rm``, which handle whole checkpoints, and ``bcp trace``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
+from ..convert.average import average
 from ..convert.copy import remove
 from ..convert.diff import DiffReport, diff
 from ..convert.reshard import Layout, reshard
@@ -20,10 +21,10 @@ from ..rules import Rules
 from ..session import default_session
 from ..telemetry.trace_files import merge_traces
 from .incomplete import remove_incomplete
-from .options import EXIT_NEGATIVE, Locate, command, rules_options
+from .options import EXIT_NEGATIVE, Locate, checked, command, rules_options
 from .output import Output, size_text
 
-__all__ = ["diff_command", "reshard_command", "rm_command", "trace_command"]
+__all__ = ["average_command", "diff_command", "reshard_command", "rm_command", "trace_command"]
 
 
 @command("diff")
@@ -128,6 +129,53 @@ def reshard_command(
     done = "would be" if dry_run else "were"
     read = size_text(report.bytes_to_read if dry_run else report.bytes_read)
     out.line(f"{report.url}: {len(report.files)} files of {size_text(report.size)} {done} written, and {read} read")
+
+
+def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> list[float] | None:
+    try:
+        return None if value is None else [float(part) for part in value.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 0.5,0.3,0.2") from None
+
+
+@command("average")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE SOURCE...")
+@click.option("--output", "target", required=True, metavar="TARGET", help="Where to put the new checkpoint.")
+@click.option("--weights", callback=_numbers, metavar="N,N,...", help="A weight for each SOURCE. By default all equal.")
+@click.option(
+    "--section", "sections", multiple=True, default=("model",), show_default=True, help="What to average. Repeatable."
+)
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out full names that match. Repeatable.")
+@click.option("--step", type=int, callback=checked, help="The training step to store.")
+def average_command(
+    out: Output,
+    at: Locate,
+    sources: tuple[str, ...],
+    target: str,
+    weights: list[float] | None,
+    sections: tuple[str, ...],
+    exclude: tuple[str, ...],
+    step: int | None,
+) -> None:
+    """Create a checkpoint with the average of the tensors of two or more checkpoints, in bounded memory.
+
+    Sums in float32 or float64 and rounds once to the stored dtype. Names, shapes, dtypes, plain values and integers
+    must be equal; otherwise all differences are listed (exit code 1) and nothing is written.
+    """
+    found = [api.open(at(source)) for source in sources]
+    with out.progress("average", found[0].manifest.nbytes) as progress:
+        report = average(
+            found,
+            at(target),
+            weights=weights,
+            sections=sections,
+            exclude=exclude,
+            step=step,
+            progress=progress,
+        )
+    out.document({"sources": [one.url for one in found], **asdict(report)})
+    copied = f", {report.copied} equal and copied" if report.copied else ""
+    out.line(f"{report.url}: {report.averaged} tensors averaged{copied}, {size_text(report.bytes_read)} read")
 
 
 @command("rm")

@@ -28,7 +28,7 @@ from ..inference.push.engines.rpc import PauseMode
 from ..inference.push.engines.vllm import TOKEN_VARIABLE
 from ..inference.push.sglang import SglangPause
 from ..inference.push.transports.group import GroupBackend
-from ..runtime.limits import DEFAULT_DEADLINE_S
+from ..runtime import DEFAULT_DEADLINE_S
 from .options import Locate, checked, command, rename_option
 from .output import Output, printable, size_text
 

@@ -12,7 +12,7 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 from ..errors import ControlError
-from ..runtime.exit import before_exit
+from ..runtime.threads import before_exit
 from .base import Communicator
 from .network import Network
 from .operation import SocketOperation

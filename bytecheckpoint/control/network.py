@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import msgpack
 
-from ..runtime.exit import before_exit
+from ..runtime.threads import before_exit
 from .addresses import listen
 from .connections import Endpoint, LoopThread, accept, dial
 from .messages import Introduction

@@ -20,11 +20,10 @@ from ..format.hf_index import ADAPTER_CONFIG_KEY, INDEX_KEY, SINGLE_KEY, index_d
 from ..format.safetensors import DATA_ALIGNMENT
 from ..load.options import Rename, renaming
 from ..storage_backends.base import StorageBackend
-from .casts import parse_cast
 from .lora import ADAPTER_KEY, Lora, LoraPlan
 from .related import put_files, with_dtype
 from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure
-from .selection import Expected, Part, Selection, Tied, shown
+from .selection import Expected, Part, Selection, Tied, parse_cast, shown
 
 __all__ = ["Expected", "ExportReport", "Lora", "Part", "Tied", "export_safetensors"]
 

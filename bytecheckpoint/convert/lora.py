@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import torch
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import FormatError, MismatchError, NameNotFoundError, UnsupportedTensorError, UsageError
 from ..runtime.arguments import check_choice
-from .low_rank import LowRank
+from ..tensors.geometry import Box
 
-__all__ = ["ADAPTER_KEY", "Lora", "LoraForm", "LoraPlan"]
+__all__ = ["ADAPTER_KEY", "Lora", "LoraForm", "LoraPlan", "LowRank"]
 
 LoraForm = Literal["merge", "peft"]
 
@@ -46,6 +48,35 @@ class Lora:
     config: Mapping[str, Any] = field(default_factory=dict)
     alpha: float | None = None
     adapter: str | None = None
+
+
+ReadBox = Callable[[int, Box], torch.Tensor]
+"""Returns a box of the tensor in a row of the manifest."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What is added to a matrix: ``scale * up @ down``, or its transpose.
+
+    ``down`` and ``up`` are rows of the manifest, with the shapes (rank, columns) and (rows, rank).
+    """
+
+    down: int
+    up: int
+    rank: int
+    scale: float
+    transposed: bool = False
+
+    def added_to(self, block: torch.Tensor, box: Box, read: ReadBox) -> torch.Tensor:
+        """Return the sum for ``block``, the box of the matrix, in float32 (float64 if the block is)."""
+        (row, column), (rows, columns) = box.offsets, box.lengths
+        if self.transposed:
+            row, column, rows, columns = column, row, columns, rows
+        dtype = torch.promote_types(block.dtype, torch.float32)
+        down = read(self.down, Box((0, column), (self.rank, columns))).to(dtype)
+        up = read(self.up, Box((row, 0), (rows, self.rank))).to(dtype)
+        product = up @ down
+        return torch.add(block.to(dtype), product.T if self.transposed else product, alpha=self.scale)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
 from ..tensors.tables import BoxTable, Int64
 from ..version import VERSION
-from .low_rank import LowRank
+from .lora import LowRank
 
 __all__ = [
     "PIECE_BYTES",

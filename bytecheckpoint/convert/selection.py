@@ -1,4 +1,4 @@
-"""Choose what an export writes: which tensors, under which names, and whether nothing is missing."""
+"""Choose what an export writes: which tensors, under which names and as which dtypes, and whether any is missing."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+import torch
+
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import MismatchError, NameCollisionError, NameNotFoundError, UnsupportedTensorError, UsageError
 from ..load.matching import fault_lines
 from ..runtime.arguments import check_choice
-from ..tensors.dtypes import DType
+from ..tensors.dtypes import DTYPES, DType, is_meaningful_cast
 from ..tensors.geometry import Box
-from .casts import output_dtype
-from .lora import LoraPlan
-from .low_rank import LowRank
+from .lora import LoraPlan, LowRank
 from .rewriter import OutputTensor
 
-__all__ = ["Expected", "Part", "Selection", "Tied", "shown"]
+__all__ = ["Expected", "Part", "Selection", "Tied", "output_dtype", "parse_cast", "shown"]
 
 Expected = Iterable[str] | Mapping[str, Sequence[int] | None]
 """The names that an export must have, no more and no less; a mapping also gives shapes, or None if unknown."""
@@ -194,3 +194,21 @@ def shown(names: Sequence[str]) -> str:
     """The first names, for a message."""
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return ", ".join(names[:10]) + more
+
+
+def parse_cast(cast: str | torch.dtype | None) -> DType | None:
+    """Return the dtype to which an export casts. Raises ``UsageError`` unless it is a float of 16 bits or more."""
+    if cast is None:
+        return None
+    dtype = DTYPES.get(str(cast).removeprefix("torch."))
+    if dtype is None or dtype.kind != "float" or dtype.itemsize < 2:
+        raise UsageError(f"cast must be float16, bfloat16, float32 or float64, not {cast}")
+    return dtype
+
+
+def output_dtype(stored: DType, cast: DType | None) -> DType:
+    """Return the dtype in which a tensor is written."""
+    # The values of 8-bit floats are meaningless without the scales of the quantized tensor, so they are not cast.
+    if cast is None or stored.kind != "float" or stored.itemsize < 2 or not is_meaningful_cast(stored, cast):
+        return stored
+    return cast

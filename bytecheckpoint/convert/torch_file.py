@@ -15,8 +15,8 @@ from ..errors import KeyExistsError, KeyNotFoundError, NameNotFoundError, StateE
 from ..foreign.place import open_parent
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
-from .casts import output_dtype, parse_cast
 from .rewriter import OutputTensor, Progress, Rewriter
+from .selection import output_dtype, parse_cast
 from .state_dicts import Refused, find_all, section_state
 from .torch_layout import TorchLayout
 

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import remove_files
-from ..convert.casts import parse_cast
 from ..convert.rewriter import OutputTensor, Progress, Rewriter, cleanup_on_failure
+from ..convert.selection import parse_cast
 from ..convert.state_dicts import StoredTensorRef
 from ..convert.torch_file import exportable_state, left_out_of, whole_tensor
 from ..convert.torch_layout import TorchLayout

@@ -1,4 +1,4 @@
-"""Write a rank's items into files of one attempt, and build the manifest from what all ranks wrote."""
+"""Check all ranks' plans, write a rank's items into files of one attempt, and build the manifest of all of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
+from torch.distributed.checkpoint.planner import SavePlan
 
 from ..engine.files import FileImage, data_key, lay_out_file, tensor_image
 from ..engine.writing import WrittenFile, write_images, write_whole
@@ -14,6 +15,7 @@ from ..errors import PlanError, StorageError
 from ..format.checksums import empty_checksums
 from ..format.manifest import Manifest, SectionInfo, timestamp
 from ..format.values import encode_value, encode_values_file, path_name
+from ..planners import plan_columns
 from ..save.engine import SaveEngine
 from ..save.options import SaveRequest
 from ..save.record import file_table
@@ -22,12 +24,46 @@ from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta, Path
+from ..tensors.shards import basic_meta
 from ..tensors.tables import BoxTable, Int64, TensorTable
 from ..version import HEADER_METADATA, VERSION
 from .items import SectionItems
 from .names import describe_containers
 
-__all__ = ["RankRecord", "Share", "assemble", "write_items"]
+__all__ = ["RankRecord", "Share", "assemble", "check_tiling", "write_items"]
+
+
+def check_tiling(plans: Sequence[SavePlan]) -> int:
+    """Check that the boxes of all ranks tile their tensors; return the bytes of all boxes.
+
+    Raises:
+        PlanError: Boxes overlap, leave a hole or exceed their tensor, or ranks describe a tensor differently.
+        UnsupportedTensorError: A tensor has a dtype that cannot be stored.
+    """
+    metas: dict[str, BasicMeta] = {}
+    boxes: list[tuple[str, Box, int]] = []
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.tensor_data is None:
+                continue
+            fqn, data = item.index.fqn, item.tensor_data
+            meta = basic_meta(data.properties.dtype, data.size)
+            if metas.setdefault(fqn, meta) != meta:
+                raise PlanError(f"{fqn}: rank {rank} has parts of {meta}, another rank parts of {metas[fqn]}")
+            boxes.append((fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), rank))
+    names = sorted(metas)
+    rows = {name: row for row, name in enumerate(names)}
+    tensors = TensorTable.build([("", name, metas[name]) for name in names])
+    tensors.names = names
+    table = BoxTable.build([(rows[fqn], box) for fqn, box, _ in boxes])
+    rank_of = np.array([rank for *_, rank in boxes], np.int64)
+    planned = plan_columns(tensors, table, rank_of, np.arange(len(boxes)), world_size=len(plans))
+    if int((planned.shards.numel() > 0).sum()) != int((table.numel() > 0).sum()):
+        raise PlanError(
+            "several ranks would write the same part of a tensor, because the planner has not removed replicas; let "
+            "create_global_plan do so, as DefaultSavePlanner does"
+        )
+    return int(table.nbytes(tensors).sum())
 
 
 @dataclass

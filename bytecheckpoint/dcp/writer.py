@@ -39,8 +39,7 @@ from ..storage_backends import StorageBackend, url_text
 from ..telemetry.trace import Timings
 from .items import resolve_items
 from .names import METADATA_KEY, ItemPaths, StoredAs, describe_containers, top_level_section
-from .record import RankRecord, Share, assemble, write_items
-from .tiling import check_tiling
+from .record import RankRecord, Share, assemble, check_tiling, write_items
 
 __all__ = ["Writer"]
 

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from ..errors import UsageError
-from ..runtime.exit import before_exit
-from ..runtime.threads import Threads
+from ..runtime.threads import Threads, before_exit
 from .reading.bounce import BouncePool
 
 __all__ = ["IOEngine"]

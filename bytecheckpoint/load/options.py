@@ -16,8 +16,8 @@ from ..errors import KeyNotFoundError, UsageError
 from ..foreign.place import open_parent
 from ..frameworks.per_rank import OnResize
 from ..rules import Rules
+from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.arguments import check_arguments, check_choice, choice, options_of
-from ..runtime.limits import DEFAULT_DEADLINE_S
 from .shared_reads.negotiation import ShareReads
 
 __all__ = [

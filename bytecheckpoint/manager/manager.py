@@ -35,8 +35,8 @@ from ..control.peers import PeerIdentity
 from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UnsupportedVersionError, UsageError
 from ..load.options import Cast, LoadOptions, LoadRequest, Rename, Strictness
 from ..load.report import LoadReport
+from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.arguments import STEP, check_arguments, check_choice, deadline_of, options_of
-from ..runtime.limits import DEFAULT_DEADLINE_S
 from ..save.handle import SaveHandle
 from ..save.options import SaveOptions, SaveRequest
 from .callbacks import CallbackRunner, Callbacks

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ..checkpoint.discovery import BestMode
 from ..errors import UsageError
+from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.arguments import (
     ARGUMENTS,
     Rule,
@@ -19,7 +20,6 @@ from ..runtime.arguments import (
     positive_number,
     whole_number,
 )
-from ..runtime.limits import DEFAULT_DEADLINE_S
 
 __all__ = ["BestMode", "Cadence", "ExceptionSave", "JobOptions", "Preemption", "PreemptionAction", "Retention"]
 __all__ += ["WhenBusy", "checked_job"]

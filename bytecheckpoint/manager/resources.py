@@ -13,7 +13,7 @@ from functools import partial
 
 from ..checkpoint.lease import Lease
 from ..checkpoint.location import Location
-from ..runtime.exit import before_exit
+from ..runtime.threads import before_exit
 from .coordinator import SavesInFlight
 from .housekeeping import Housekeeping
 from .signals import SignalWatch

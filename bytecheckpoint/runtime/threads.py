@@ -1,7 +1,11 @@
-"""Threads of this library. All are started here, so that a process that cannot start one gets an error of ours."""
+"""Threads of this library, and what runs before the interpreter shuts down their executors.
+
+All are started here, so that a process that cannot start one gets an error of ours.
+"""
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -9,10 +13,14 @@ from typing import ParamSpec, TypeVar
 
 from ..errors import ThreadError
 
-__all__ = ["Threads", "run_daemon"]
+__all__ = ["Threads", "before_exit", "run_daemon"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+# The interpreter joins its executors before it runs atexit functions, and they accept no work from then on. Executors
+# register with threading._register_atexit; functions registered there later run earlier.
+_register: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
 
 
 class Threads(ThreadPoolExecutor):
@@ -57,6 +65,14 @@ def run_daemon(function: Callable[[], T], name: str) -> Future[T]:
     except RuntimeError as error:
         raise _thread_error(error) from error
     return called
+
+
+def before_exit(function: Callable[[], None]) -> None:
+    """Call ``function`` when the main thread has ended and executors still accept work; the last registered runs first.
+
+    Raises ``RuntimeError`` if the interpreter is already shutting down.
+    """
+    _register(function)
 
 
 def _is_ended(error: RuntimeError) -> bool:

@@ -16,8 +16,8 @@ from ..engine.checksums import chunk_size_for
 from ..errors import UnsupportedVersionError, UsageError, without_userinfo
 from ..format.manifest import MAX_ENCODED_CHUNK, pack_metadata
 from ..planners import Layout
+from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.arguments import check_arguments, choice, options_of
-from ..runtime.limits import DEFAULT_DEADLINE_S
 from ..transfer.transfer import Stop
 from ..version import VERSION
 from .replicas import Replicas

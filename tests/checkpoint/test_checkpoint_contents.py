@@ -1,4 +1,4 @@
-"""A checkpoint's sections as plain objects: state dicts and trees; handles in other processes and in notebooks."""
+"""A checkpoint's sections as plain objects: state dicts and trees; handles in other processes."""
 
 from __future__ import annotations
 
@@ -133,17 +133,6 @@ def test_a_wrong_name_suggests_others(tmp_path: Path) -> None:
     assert 3 not in found  # type: ignore[comparison-overlap]
     assert found.get("model.0.wieght") is None
     assert found.get("model.0.weight", None) is not None
-
-
-def test_notebooks_show_a_table(tmp_path: Path) -> None:
-    bcp.save(tmp_path / "<b>", {**training(1.0), "empty": {}}, step=12)
-    shown = bcp.open(tmp_path / "<b>")._repr_html_()
-    assert "&lt;b&gt;" in shown
-    assert "/<b>" not in shown
-    assert "step 12" in shown
-    model = training(1.0)["model"].state_dict().values()
-    assert f">{sum(t.numel() * t.element_size() for t in model)}</td>" in shown
-    assert shown.count("<tr>") == 5
 
 
 # -- other processes ---------------------------------------------------------------------------------------------------

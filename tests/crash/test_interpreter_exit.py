@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
-from bytecheckpoint.runtime.exit import before_exit
+from bytecheckpoint.runtime.threads import before_exit
 from bytecheckpoint.testing import time_limit
 
 root, how, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data.distributed import DistributedSampler
 
 from bytecheckpoint.data import ElasticSampler
-from bytecheckpoint.data.remainder import Remainder
+from bytecheckpoint.data.sampler import Remainder
 from bytecheckpoint.errors import StateError, UsageError
 
 STAGES = st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=5), max_size=4)

@@ -68,7 +68,7 @@ def check(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[Callable[[], o
     def call(function: Callable[[], object]) -> str:
         try:
             result = function()
-            seen = f"{result!r} {getattr(result, '_repr_html_', str)()}"
+            seen = f"{result!r} {result}"
         except BytecheckpointError as error:
             seen = f"{error} {error!r} {error.args} {''.join(traceback.format_exception(error))}"
         for secret in SECRETS:

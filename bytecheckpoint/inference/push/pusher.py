@@ -11,7 +11,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...control import current_communicator
 from ...control.base import Communicator
 from ...errors import StateError, UsageError
-from ...runtime.limits import DEFAULT_DEADLINE_S
+from ...runtime import DEFAULT_DEADLINE_S
 from .coordinator import PushCoordinator
 from .engines.base import Budget, Engine
 from .joins import Join

@@ -20,7 +20,7 @@ from ...checkpointer import default_checkpointer
 from ...control.base import Operation
 from ...errors import UsageError
 from ...load.options import LoadOptions
-from ...runtime.limits import DEFAULT_DEADLINE_S
+from ...runtime import DEFAULT_DEADLINE_S
 from ...session import default_session
 from ..delivery import DeliveryReport, StoredWeights
 from ..layouts.hub_names import hub_tensors

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ...control import SingleProcess
 from ...errors import UsageError
-from ...runtime.limits import DEFAULT_DEADLINE_S
+from ...runtime import DEFAULT_DEADLINE_S
 from ..push.engines.rpc import RpcEngine
 from ..push.engines.vllm import NativeEngine
 from ..push.pusher import Pusher
