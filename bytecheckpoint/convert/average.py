@@ -23,9 +23,8 @@ from ..format.manifest import COMPANION, timestamp
 from ..load.matching import fault_lines
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
-from .choosing import chosen_part
 from .related import kept_files
-from .reshard import encoded_values, plan_files
+from .reshard import chosen_part, encoded_values, plan_files
 from .rewriter import PIECE_BYTES, OutputTensor, Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
 
 __all__ = ["AverageReport", "average"]

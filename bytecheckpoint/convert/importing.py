@@ -14,9 +14,8 @@ from ..foreign.naming import MODEL_SECTION
 from ..format.manifest import COMPANION, timestamp
 from ..frameworks.sections import check_state
 from ..load.options import Rename, renaming
-from .choosing import chosen_part
 from .related import kept_files
-from .reshard import plan_files, values_of
+from .reshard import chosen_part, plan_files, values_of
 from .rewriter import Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
 
 __all__ = ["ImportReport", "import_checkpoint"]

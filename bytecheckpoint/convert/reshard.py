@@ -7,9 +7,12 @@ splits a large file, so that each rank of a known world size finds its part in o
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import numpy as np
 
 from ..checkpoint.attempts import new_attempt, remove_attempt
 from ..checkpoint.checkpoint import Checkpoint
@@ -19,17 +22,20 @@ from ..checkpoint.manifest_file import commit
 from ..checkpoint.values import StoredValue, values_files
 from ..engine.files import data_key
 from ..engine.reading.stored_files import read_stored_file
-from ..errors import StateError, UsageError
-from ..format.manifest import Manifest
+from ..errors import NameCollisionError, StateError, UsageError
+from ..format.manifest import Manifest, SectionInfo
 from ..format.safetensors import shard_name
 from ..format.values import encode_values_file, unread_in
+from ..frameworks.sections import split_rank_name
 from ..runtime.arguments import check_choice
 from ..tensors.geometry import Box
 from ..tensors.shards import Path
+from ..tensors.tables import TensorTable
 from ..version import HEADER_METADATA
 from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
 
-__all__ = ["Layout", "PlannedFile", "ReshardReport", "encoded_values", "plan_files", "reshard", "values_of"]
+__all__ = ["Layout", "PlannedFile", "ReshardReport"]
+__all__ += ["chosen_part", "encoded_values", "plan_files", "reshard", "values_of"]
 
 Layout = Literal["whole", "sharded"]
 
@@ -220,3 +226,60 @@ def encoded_values(values: Iterable[StoredValue], url: str, attempt: str) -> lis
         )
         for (section, rank), entries in groups.items()
     ]
+
+
+def chosen_part(
+    index: Index, sections: Mapping[str, str], rename: Callable[[str], str], exclude: Sequence[str]
+) -> Index:
+    """Return the index of some sections, by their new names, without what is excluded, and under the new names.
+
+    It has no checksums, and no values of a checkpoint of this library. Raises ``NameCollisionError``.
+    """
+    old = index.manifest
+
+    def is_kept(name: str) -> bool:
+        return not any(fnmatchcase(name, pattern) for pattern in exclude)
+
+    names: dict[str, str] = {}  # the new full name of each kept tensor
+    rows: list[tuple[str, str, Any]] = []
+    for row, full in enumerate(old.tensors.names):
+        fqn = rename(old.tensors.fqn_of(row))
+        if is_kept(full) and old.tensors.section_of(row) in sections:
+            names[full] = _full_name(sections[old.tensors.section_of(row)], fqn)
+            rows.append((sections[old.tensors.section_of(row)], fqn, old.tensors.meta_of(row)))
+    _refuse_collisions(names)
+    kept = np.array([full in names for full in old.tensors.names], bool)
+    shards = np.flatnonzero(kept[old.shards.tensor])
+    moved = old.shards.take(shards)
+    moved.tensor = (np.cumsum(kept) - 1)[moved.tensor]
+    aliases = [
+        (_full_name(sections[one], rename(alias[len(one) + 1 :])), names[full])
+        for alias, full in old.aliases
+        if (one := alias.partition(".")[0]) and full in names and is_kept(alias)
+    ]
+    tensors = TensorTable.build(rows)
+    infos = [SectionInfo(sections[one.name], one.kind) for one in old.sections if one.name in sections]
+    manifest, order = old.with_tensors(
+        infos, tensors, old.scope[kept], moved, old.shard_file[shards], old.shard_offset[shards], aliases
+    )
+    views = None if index.views is None else index.views.take(shards[order])
+    values = tuple(
+        one._replace(section=sections[one.section])
+        for one in index.foreign_values
+        if one.section in sections and is_kept(one.name)
+    )
+    return replace(index, manifest=manifest, foreign_values=values, views=views)
+
+
+def _full_name(section: str, fqn: str) -> str:
+    if not fqn or split_rank_name(fqn)[1] is not None:
+        raise NameCollisionError(f"{fqn!r:.200}: a name cannot be empty or end in @<number>; rename it")
+    return f"{section}.{fqn}"
+
+
+def _refuse_collisions(names: Mapping[str, str]) -> None:
+    seen: dict[str, str] = {}
+    for old, new in names.items():
+        if new in seen:
+            raise NameCollisionError(f"{seen[new]!r:.200} and {old!r:.200} would both become {new!r:.200}")
+        seen[new] = old

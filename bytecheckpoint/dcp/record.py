@@ -27,8 +27,7 @@ from ..tensors.metadata import BasicMeta, Path
 from ..tensors.shards import basic_meta
 from ..tensors.tables import BoxTable, Int64, TensorTable
 from ..version import HEADER_METADATA, VERSION
-from .items import SectionItems
-from .names import describe_containers
+from .items import SectionItems, describe_containers
 
 __all__ = ["RankRecord", "Share", "assemble", "check_tiling", "write_items"]
 

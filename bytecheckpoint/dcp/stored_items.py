@@ -12,7 +12,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from ..checkpoint.checkpoint import Checkpoint
 from ..convert.state_dicts import Refused, StoredTensorRef, find_all, replace_all, section_state
 from ..tensors.metadata import Path
-from .names import StoredAs
+from .items import StoredAs
 
 __all__ = ["StoredItems"]
 

@@ -37,8 +37,7 @@ from ..save.options import SaveOptions, SaveRequest
 from ..session import default_session
 from ..storage_backends import StorageBackend, url_text
 from ..telemetry.trace import Timings
-from .items import resolve_items
-from .names import METADATA_KEY, ItemPaths, StoredAs, describe_containers, top_level_section
+from .items import METADATA_KEY, ItemPaths, StoredAs, describe_containers, resolve_items, top_level_section
 from .record import RankRecord, Share, assemble, check_tiling, write_items
 
 __all__ = ["Writer"]

@@ -40,9 +40,8 @@ from ..runtime.arguments import STEP, check_arguments, check_choice, deadline_of
 from ..save.handle import SaveHandle
 from ..save.options import SaveOptions, SaveRequest
 from .callbacks import CallbackRunner, Callbacks
-from .coordinator import Call, CoordinationRounds, Decision, SaveCoordinator
+from .coordinator import Call, CoordinationRounds, Decision, SaveCoordinator, agree_on_last_save
 from .housekeeping import Committed, Housekeeping, StepNames
-from .last_save import agree_on_last_save
 from .options import Cadence, ExceptionSave, JobOptions, Preemption, Retention, checked_job
 from .resources import ManagerResources
 from .signals import SignalWatch

@@ -7,7 +7,7 @@ import torch
 
 from bytecheckpoint.control.single import SingleOperation
 from bytecheckpoint.errors import DeadlineError
-from bytecheckpoint.manager.last_save import agree_on_last_save
+from bytecheckpoint.manager.coordinator import agree_on_last_save
 
 pytestmark = pytest.mark.gpu
 
