@@ -232,7 +232,7 @@ class Rewriter:
             ),
             initial=0,
         )
-        places = list(zip(batch, starts, strict=True))
+        places = list(zip(batch, starts, strict=False))  # the last start is the end
         found = [
             _tensor_in(memory, at, one.box, torch_dtype(meta)) for (one, at), meta in zip(places, metas, strict=True)
         ]

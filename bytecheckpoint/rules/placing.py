@@ -54,7 +54,8 @@ class Numbering:
         self._firsts: dict[tuple[str, tuple[str, ...]], dict[_Digits, int]] = {}
         for key, found in counts.items():
             order = sorted(found, key=lambda digits: [(isinstance(one, str), one) for one in digits])
-            self._firsts[key] = dict(zip(order, accumulate((found[one] for one in order), initial=0), strict=True))
+            firsts = accumulate((found[one] for one in order), initial=0)
+            self._firsts[key] = dict(zip(order, firsts, strict=False))  # the last one is the end
 
     def first(self, item: Matched, name: str) -> int:
         """The global value of 0 on this rank; 0 for numbers that are global."""
