@@ -27,7 +27,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
 from ..convert.state_dicts import StoredTensorRef
 from ..errors import MismatchError, UnsupportedURLError
-from ..frameworks.template_values import value_like
+from ..frameworks.tree_paths import value_like
 from ..load.matching import refuse_cast
 from ..load.options import Cast, LoadOptions, LoadRequest
 from ..runtime.arguments import options_of

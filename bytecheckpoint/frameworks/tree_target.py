@@ -20,10 +20,9 @@ from .data_loader import DataLoaderState, needs_all, prepare
 from .dtensor import with_memory
 from .module_tree import EXTRA_STATE
 from .per_rank import PerRank, PerRankState
-from .template_values import tuple_like, value_like
 from .tensors import tensor_kind, tensor_shards
 from .tree_capture import ROOT_TENSOR, Capture, SameMemory, state_of
-from .tree_paths import PathIndex, build_tree, is_sequence, kind_of
+from .tree_paths import PathIndex, build_tree, is_sequence, kind_of, tuple_like, value_like
 
 __all__ = ["Restore", "TreeBuilder", "build_target"]
 

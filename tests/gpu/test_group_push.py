@@ -10,9 +10,9 @@ import torch
 from toy_engine import ToyTrainee, ToyWorker, expected_digests
 
 from bytecheckpoint.errors import EngineError
+from bytecheckpoint.frameworks.digests import digest_on_device
 from bytecheckpoint.inference.push import Engine, Pusher
 from bytecheckpoint.inference.push.receiver import Receiver
-from bytecheckpoint.inference.push.transports.base import digest_on_device
 from bytecheckpoint.inference.push.transports.group import GroupBackend
 from bytecheckpoint.testing import time_limit
 

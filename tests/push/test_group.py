@@ -29,11 +29,12 @@ from bytecheckpoint.errors import (
     StateError,
     UsageError,
 )
+from bytecheckpoint.frameworks.digests import digest_on_device
 from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.inference.push import pusher as pusher_module
 from bytecheckpoint.inference.push.memory import STREAMED
-from bytecheckpoint.inference.push.transports.base import Place, digest_on_device, word_digest
-from bytecheckpoint.inference.push.transports.group import GroupBroken, GroupRendezvous, join_group
+from bytecheckpoint.inference.push.transports.base import Place, TransportBroken, word_digest
+from bytecheckpoint.inference.push.transports.group import GroupRendezvous, join_group
 from bytecheckpoint.inference.push.transports.group_transport import GroupTransport
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
@@ -108,10 +109,10 @@ def test_an_error_that_is_kept_does_not_keep_connections(how: str) -> None:
             waiting = threads.submit(members[2].receive, 1, [torch.zeros(8)], lambda: None)
             if how == "broken":
                 members[0].leave()
-            with pytest.raises(GroupBroken if how == "broken" else StateError) as kept:
+            with pytest.raises(TransportBroken if how == "broken" else StateError) as kept:
                 members[1].receive(0, [torch.zeros(8)], _stop if how == "check" else lambda: None)
             members[1].leave()
-            with pytest.raises(GroupBroken):
+            with pytest.raises(TransportBroken):
                 waiting.result(time_limit(20))
             assert kept.value.__traceback__ is not None
         finally:

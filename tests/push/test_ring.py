@@ -21,10 +21,10 @@ from bytecheckpoint.errors import BytecheckpointError, CorruptionError, Deadline
 from bytecheckpoint.inference.layouts.parts import Part
 from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, Layout, Waves
 from bytecheckpoint.inference.push.memory import MemoryPolicy
-from bytecheckpoint.inference.push.transports.base import Place
+from bytecheckpoint.inference.push.transports.base import Place, TransportBroken
 from bytecheckpoint.inference.push.transports.ring import RingBuffer
 from bytecheckpoint.inference.push.transports.shared_memory import attach
-from bytecheckpoint.inference.push.transports.tcp import StreamBroken, TcpTransport
+from bytecheckpoint.inference.push.transports.tcp import TcpTransport
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.testing import time_limit
@@ -168,7 +168,7 @@ def test_a_chunk_that_is_read_once_more_than_expected() -> None:
 
 
 def _until_broken(sender: Sender, chunks: list[int]) -> str:
-    with pytest.raises(StreamBroken) as raised:
+    with pytest.raises(TransportBroken) as raised:
         sender.write_all(chunks)
     return str(raised.value)
 
@@ -258,6 +258,6 @@ def test_nothing_is_written_after_a_failure() -> None:
     with _ring(waves, [1, 1]) as ring, _senders(ring, waves, 1, shared=True) as (sender,):
         ring.fail(EngineError("the layer does not fit"))
         sender.transport._listener.join()  # it has received the failure
-        with pytest.raises(StreamBroken, match="the layer does not fit"):
+        with pytest.raises(TransportBroken, match="the layer does not fit"):
             sender.write(0)
         assert not ring.claim(0, 0).any()

@@ -28,9 +28,8 @@ from .messages import SenderLost, without_traceback
 from .quantization.quantizer import Quantizer
 from .sender import Assignment, Sender
 from .sources import Source
-from .transports.base import Transport
+from .transports.base import Transport, TransportBroken
 from .transports.shared_memory import Arena
-from .transports.tcp import StreamBroken
 
 __all__ = ["ArenaSource", "HeldType", "PeerSource", "held_type"]
 
@@ -273,7 +272,7 @@ class _Transfer:
         except BaseException as error:  # noqa: BLE001 - the coordinator raises it
             # Interrupted transports raise other errors. A stream breaks when another sender has failed, whose
             # error is the cause.
-            cause = SenderLost(str(error)) if isinstance(error, StreamBroken) else without_traceback(error)
+            cause = SenderLost(str(error)) if isinstance(error, TransportBroken) else without_traceback(error)
             self._error = self._ended() if self._end_reason else cause
             _break_cycles(error)
             _log.warning("push: sending to another engine ended: %s", self._error)

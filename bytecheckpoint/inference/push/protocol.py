@@ -24,7 +24,7 @@ from .stream_apply import StreamApply
 from .transports.base import Transport, TransportBroken
 from .transports.group import Group, GroupAddress
 from .transports.group_transport import GroupTransport
-from .transports.tcp import StreamBroken, TcpTransport
+from .transports.tcp import TcpTransport
 from .writing import Outcome
 
 __all__ = ["ENGINE_SHARE", "Push", "RankPush"]
@@ -236,7 +236,7 @@ class RankPush(Push):
                     broken = _first_broken(gathered)
                     if is_group and gathered:
                         for ring in rings.values():
-                            with suppress(StreamBroken):  # the engine reports the cause
+                            with suppress(TransportBroken):  # the engine reports the cause
                                 # A sender that ends from now on is not missed; one that has failed already is.
                                 ring.finish() if broken is None else ring.interrupt()
                     if stream is not None:

@@ -11,14 +11,12 @@ import xxhash
 
 from ....engine.tensor_bytes import byte_view
 from ....errors import EngineError
+from ....frameworks.digests import digest_on_device
 
-__all__ = ["Digest", "Place", "Transport", "TransportBroken", "digest_on_device", "word_digest", "xxh3_digest"]
+__all__ = ["Digest", "Place", "Transport", "TransportBroken", "word_digest", "xxh3_digest"]
 
 Digest = Callable[[torch.Tensor], int]
 """Maps contiguous bytes to an unsigned 64-bit number."""
-
-# Odd constants with well-mixed bits (from splitmix64 and xxh64), written as signed words for torch.
-_STRIDE, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 class Place(NamedTuple):
@@ -66,28 +64,3 @@ def xxh3_digest(data: torch.Tensor) -> int:
 def word_digest(data: torch.Tensor) -> int:
     """Return ``digest_on_device`` as an unsigned number."""
     return int(digest_on_device(data)) % (1 << 64)
-
-
-def digest_on_device(data: torch.Tensor) -> torch.Tensor:
-    """Digest bytes on the device that holds them, with torch operations only.
-
-    Each 8-byte word is mixed with its position, so that damaged, moved and missing words change the sum. The digest
-    detects accidents; it does not resist an attacker.
-    """
-    full = data.numel() // 8 * 8
-    is_aligned = data.data_ptr() % 8 == data.storage_offset() % 8 == 0
-    words = data[:full].view(torch.int64) if is_aligned else data[:full].clone().view(torch.int64)
-    found = _mix(words, 0)
-    if full < data.numel():
-        rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
-        rest[: data.numel() - full] = data[full:]
-        found = found + _mix(rest.view(torch.int64), full // 8)
-    return found ^ data.numel()
-
-
-def _mix(words: torch.Tensor, begin: int) -> torch.Tensor:
-    # Integer overflow wraps around on every device, and the order of the sum does not matter.
-    mixed = torch.arange(begin + 1, begin + 1 + words.numel(), dtype=torch.int64, device=words.device)
-    mixed.mul_(_STRIDE).bitwise_xor_(words).mul_(_FIRST)
-    mixed.bitwise_xor_(mixed >> 29).mul_(_SECOND)
-    return mixed.bitwise_xor_(mixed >> 32).sum()

@@ -33,7 +33,6 @@ __all__ = [
     "Group",
     "GroupAddress",
     "GroupBackend",
-    "GroupBroken",
     "GroupRendezvous",
     "Membership",
     "check_backend",
@@ -48,10 +47,6 @@ _CONNECT_S = 5.0
 
 Tensors = Sequence[torch.Tensor]
 Check = Callable[[], None]
-
-
-class GroupBroken(TransportBroken):
-    """A member left, or did not answer in time. The group cannot be used any more."""
 
 
 class GroupAddress(NamedTuple):
@@ -116,7 +111,7 @@ class Group(ABC):
     """One member's end of a group. For one thread at a time; ``leave`` may be called from another.
 
     All operations return when the tensors, which are contiguous bytes on ``device``, may be used again. They call
-    ``check`` now and then, which raises to end the wait, and raise ``GroupBroken``.
+    ``check`` now and then, which raises to end the wait, and raise ``TransportBroken``.
     """
 
     device = torch.device("cpu")
@@ -159,7 +154,7 @@ class Group(ABC):
     def _start(self, group: Any, operations: Callable[[Any], list[Any]], check: Check) -> None:
         """Start operations of ``group``, which is None after ``leave``, and wait for them."""
         if group is None:
-            raise GroupBroken("this member has left the group")
+            raise TransportBroken("this member has left the group")
         try:
             self._run(group, operations, check)
         finally:
@@ -167,7 +162,7 @@ class Group(ABC):
 
     @abstractmethod
     def _run(self, group: Any, operations: Callable[[Any], list[Any]], check: Check) -> None:
-        """Start operations of ``group`` and wait for them. Raises ``GroupBroken``."""
+        """Start operations of ``group`` and wait for them. Raises ``TransportBroken``."""
 
     def leave(self) -> None:
         """Leave the group. Its members notice when they next wait for this one. Never raises."""
@@ -269,7 +264,7 @@ class _Gloo(Group):
             # Without the position in gloo's source and without its advice.
             text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". ")[0]
             error.__traceback__ = None  # its frames refer to the group, too
-            raise GroupBroken(f"the group broke: {text}", is_late=is_late) from None
+            raise TransportBroken(f"the group broke: {text}", is_late=is_late) from None
         finally:
             works.clear()
             del group
@@ -308,7 +303,7 @@ class _Nccl(Group):
         error = _run_in_thread(lambda: self._run_coalesced(group, operations, check))
         try:
             if isinstance(error, RuntimeError):
-                raise GroupBroken(f"the group broke: {error}") from error
+                raise TransportBroken(f"the group broke: {error}") from error
             if error is not None:
                 raise error
         finally:
@@ -323,7 +318,7 @@ class _Nccl(Group):
             while not work.is_completed():
                 check()
                 if time.monotonic() > end:
-                    raise GroupBroken(
+                    raise TransportBroken(
                         f"the group broke: a member was not there within {self._wait_s:g} s", is_late=True
                     )
                 time.sleep(_POLL_S)

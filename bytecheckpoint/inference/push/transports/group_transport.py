@@ -20,9 +20,9 @@ import xxhash
 from ....errors import BytecheckpointError, EngineError
 from ..layout import Write
 from ..messages import SenderLost
-from .base import Place, Transport
+from .base import Place, Transport, TransportBroken
 from .cuda_ipc import compute_device, synchronize
-from .group import Check, Group, GroupAddress, GroupBackend, GroupBroken, Membership, check_backend
+from .group import Check, Group, GroupAddress, GroupBackend, Membership, check_backend
 from .ring import RingBuffer
 
 __all__ = ["GroupMember", "GroupMemory", "GroupTransport", "Reception", "plan_receptions"]
@@ -65,7 +65,7 @@ def _root(chunks: Sequence[tuple[int, int]]) -> int:
 
 class GroupTransport(Transport):
     """Sends chunks to the roots of their replica sets, in the order of ``chunks``: the target and number of the first
-    place of each write of this sender. Raises ``GroupBroken``, and what ``check`` raises."""
+    place of each write of this sender. Raises ``TransportBroken``, and what ``check`` raises."""
 
     def __init__(self, group: Group, senders: int, chunks: Sequence[tuple[int, int]], check: Check) -> None:
         self._group, self._senders, self._check = group, senders, check
@@ -79,7 +79,7 @@ class GroupTransport(Transport):
         with self._changed:
             self._changed.wait_for(lambda: self._next == number or self._is_interrupted)
             if self._is_interrupted:
-                raise GroupBroken("this sender ended the transfer")
+                raise TransportBroken("this sender ended the transfer")
         root = _root([(place.target, place.chunk) for place in places])
         label = torch.frombuffer(bytearray(digest.to_bytes(8, "big")), dtype=torch.uint8).to(self._group.device)
         synchronize([data, label])  # the group uses other streams
@@ -162,7 +162,7 @@ class GroupMember(Membership):
 
 def _known(error: Exception) -> BytecheckpointError:
     """Return what the model's thread raises for an error of the thread that receives."""
-    if isinstance(error, GroupBroken):
+    if isinstance(error, TransportBroken):
         return SenderLost(str(error))
     if isinstance(error, BytecheckpointError):
         return error

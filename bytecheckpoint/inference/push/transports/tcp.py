@@ -28,7 +28,7 @@ from .base import Place, Transport, TransportBroken
 from .cuda_ipc import OpenArena, attach_device, synchronize
 from .shared_memory import ArenaAddress, attach
 
-__all__ = ["END", "FAILED", "FINISHED", "FRAME", "STATUS", "TAKEN", "ChunkServer", "StreamBroken", "TcpTransport"]
+__all__ = ["END", "FAILED", "FINISHED", "FRAME", "STATUS", "TAKEN", "ChunkServer", "TcpTransport"]
 
 FRAME = struct.Struct("!QQQ")
 STATUS = struct.Struct("!BQ")
@@ -39,10 +39,6 @@ _MAX_TEXT_BYTES = 1 << 16
 _MAX_TEXT = 4000  # characters
 _DRAIN_BYTES = 1 << 16
 _ANY_TIME = at_most(None)
-
-
-class StreamBroken(TransportBroken):
-    """A worker's end of a stream failed, or did not answer in time."""
 
 
 class ChunkServer(Acceptor):
@@ -138,7 +134,7 @@ class TcpTransport(Transport):
     connection. Without ``slots``, the server fills an arena.
 
     Raises ``EngineError`` when the worker cannot be reached. A worker that fails later, or makes no progress for
-    ``deadline_s``, raises ``StreamBroken`` in a stream, else ``EngineError`` or ``DeadlineError``.
+    ``deadline_s``, raises ``TransportBroken`` in a stream, else ``EngineError`` or ``DeadlineError``.
     """
 
     def __init__(
@@ -246,7 +242,7 @@ class TcpTransport(Transport):
     def _broken(self, text: str, *, is_late: bool = False) -> BytecheckpointError:
         if self._slots is None:
             return (DeadlineError if is_late else EngineError)(f"{text}; nothing was applied")
-        return StreamBroken(text, is_late=is_late)
+        return TransportBroken(text, is_late=is_late)
 
     def _listen(self) -> None:
         try:
