@@ -46,7 +46,7 @@ def cut_box(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
         yield box
         return
     for index in product(*map(range, box.lengths[:d]), range(0, box.lengths[d], step)):
-        offsets = tuple(o + i for o, i in zip(box.offsets, index, strict=True)) + box.offsets[d + 1 :]
+        offsets = tuple(o + i for o, i in zip(box.offsets[: d + 1], index, strict=True)) + box.offsets[d + 1 :]
         yield Box.unchecked(offsets, (*(1,) * d, min(step, box.lengths[d] - index[-1]), *box.lengths[d + 1 :]))
 
 
