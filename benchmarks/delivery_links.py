@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from bytecheckpoint.inference.layouts.parts import Part
+from bytecheckpoint.inference.layouts.parts import TensorBox
 from bytecheckpoint.planners.extents import byte_span
 from bytecheckpoint.tensors.geometry import Box
 
@@ -101,7 +101,7 @@ class Composition:
         return self.plain + self.columns + self.shared
 
     @classmethod
-    def of(cls, parts: Iterable[Part], ranks: int) -> Composition:
+    def of(cls, parts: Iterable[TensorBox], ranks: int) -> Composition:
         """Return the composition of one rank of a tensor-parallel engine. Ranks have equal parts of shared bytes."""
         plain = columns = shared = share = 0.0
         for (shape, box, dtype), count in Counter((part.shape, part.box, part.dtype) for part in parts).items():

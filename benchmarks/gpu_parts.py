@@ -326,9 +326,9 @@ def _shared_buffer(nbytes: int, device: torch.device) -> tuple[torch.Tensor, Cal
 
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return buffer, lambda: reduce_tensor(buffer)  # type: ignore[no-untyped-call]
-    from bytecheckpoint.inference.push.transports.shared_memory import Arena
+    from bytecheckpoint.inference.push.transports.shared_memory import SharedArena
 
-    arena = Arena(nbytes)
+    arena = SharedArena(nbytes)
     path = f"/proc/{os.getpid()}/fd/{arena.descriptor}"
     rebuild = functools.partial(torch.from_file, dtype=torch.uint8)
     return arena.memory, lambda: (rebuild, (path, True, arena.nbytes))

@@ -39,14 +39,14 @@ _BLOCK, _THREADS = 8 << 20, 2
 
 def _through_obstore(url: str, options: dict[str, Any]) -> Any:
     from bytecheckpoint.storage_backends.obstore.backend import ObstoreBackend
-    from bytecheckpoint.storage_backends.obstore.places import Place, place_of
+    from bytecheckpoint.storage_backends.obstore.roots import StoreRoot, store_root_of
 
     if not url.startswith("s3://"):
-        return ObstoreBackend(url, place_of(url, options))
+        return ObstoreBackend(url, store_root_of(url, options))
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     config = {"endpoint": options["endpoint_url"], "region": "us-east-1", "unsigned_payload": True}
     config |= {"access_key_id": options["key"], "secret_access_key": options["secret"]}
-    return ObstoreBackend(url, Place("S3Store", bucket, prefix, config, {"allow_http": True}))
+    return ObstoreBackend(url, StoreRoot("S3Store", bucket, prefix, config, {"allow_http": True}))
 
 
 def _put(url: str, options: dict[str, Any], *, whole: bool) -> tuple[StorageBackend, Callable[[str, Any], object]]:

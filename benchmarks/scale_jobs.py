@@ -26,7 +26,7 @@ from bytecheckpoint.format.values import decode_path
 from bytecheckpoint.planners import OWN_BOXES, WHOLE, Assignment, ContentChecks, SavePlan, pack_boxes, plan_load
 from bytecheckpoint.runtime.gc_pause import paused
 from bytecheckpoint.save.agreement import RankSummary, pack_parts, unpack_parts
-from bytecheckpoint.save.local_state import Listing, LocalState
+from bytecheckpoint.save.local_state import LocalState, OrderedPlan
 from bytecheckpoint.save.options import SaveRequest
 from bytecheckpoint.save.planning import PlanNegotiation
 from bytecheckpoint.save.record import Confirmations, build_manifest
@@ -73,11 +73,11 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
     with clock.on("describe"):
         local = _local(sources, other, ranks)
     with clock.on("summary"):
-        listing = local.list_items()
-        summary = pack_parts(RankSummary.of(local, listing, _ARGUMENTS))
+        ordered = local.order_plan()
+        summary = pack_parts(RankSummary.of(local, ordered, _ARGUMENTS))
     sent = _summaries(world)
-    root_listing = root.list_items()
-    assert sent[0] == pack_parts(RankSummary.of(root, root_listing, _ARGUMENTS))
+    root_ordered = root.order_plan()
+    assert sent[0] == pack_parts(RankSummary.of(root, root_ordered, _ARGUMENTS))
     assert sent[other] == summary
     # The garbage collector must not scan the simulated world during measurements.
     gc.collect()
@@ -85,14 +85,14 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
     with clock.on("root"):
         summaries = [RankSummary(*parts) for parts in unpack_parts(sent)]
         assert all(one.arguments == summaries[0].arguments for one in summaries)
-        negotiation = PlanNegotiation(root, root_listing, summaries, new_attempt_id)
+        negotiation = PlanNegotiation(root, root_ordered, summaries, new_attempt_id)
         requests = negotiation.messages()
     replies = [b""] * ranks
     if negotiation.plan is None:
         replies = [_reply(world, rank, *msgpack.unpackb(message)[1:]) for rank, message in enumerate(requests)]
         gc.freeze()
         with clock.on("root"):
-            negotiation.receive(unpack_parts(replies), root_listing)
+            negotiation.receive(unpack_parts(replies), root_ordered)
             shares = negotiation.messages()
     else:
         requests, shares = replies, requests
@@ -101,14 +101,14 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
     assert comparison is not None
     with clock.on("share"):
         _, _, plan_id, _, share, _, packed_checks = msgpack.unpackb(shares[other])
-        files = local.lay_out(Assignment.from_bytes(share, listing.plan), listing.order)
+        files = local.lay_out(Assignment.from_bytes(share, ordered.plan), ordered.order)
         checks = ContentChecks.from_bytes(packed_checks, other, ranks, len(local.contents))
     everywhere = msgpack.packb([plan_id, sorted(_ARGUMENTS.items())])
     sources = _sources(world, other)
     with clock.on("second"):
         again = _local(sources, other, ranks)
         checks.summarize(again.contents, everywhere)
-        again.images(files, Assignment.from_bytes(share), again.shards(listing.order), "attempt-1")
+        again.images(files, Assignment.from_bytes(share), again.shards(ordered.order), "attempt-1")
     assert again.fingerprint == local.fingerprint
     contents = _by_kind(world, world.contents)
     words = []
@@ -223,7 +223,7 @@ def _shared_part(world: World, rank: int) -> tuple[bytes, ...]:
     local: Any = SimpleNamespace(
         contents=world.contents(rank), unmatched=(), declared=DeclaredReplicas(rank, world.ranks)
     )
-    summary = RankSummary.of(local, Listing(world.plan(rank), None), _ARGUMENTS)
+    summary = RankSummary.of(local, OrderedPlan(world.plan(rank), None), _ARGUMENTS)
     return tuple(part for name, part in summary._asdict().items() if name not in ("places", "boxes"))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bytecheckpoint.errors import StateError
-from bytecheckpoint.inference.layouts.parts import Part, StridedView, box_of, without_duplicates
+from bytecheckpoint.inference.layouts.parts import StridedView, TensorBox, box_of, without_duplicates
 from bytecheckpoint.inference.layouts.recording import Copy, Recorder, storage_identity
 from bytecheckpoint.tensors.dtypes import DType
 from bytecheckpoint.tensors.geometry import Box
@@ -97,16 +97,16 @@ class TargetLayout:
         seen = tuple(sorted({row[name] for name, _ in recorder.seen}))
         return cls(sources, targets.tensors, placements, seen)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TensorBox]:
         """The parts that the rank requests, in the order of the stored tensors and without duplicates."""
         order = {tensor.name: number for number, tensor in enumerate(self.stored)}
         seen = (self.stored[number] for number in self.seen)
-        whole = (Part(tensor.name, tensor.shape, Box.whole(tensor.shape), tensor.dtype) for tensor in seen)
+        whole = (TensorBox(tensor.name, tensor.shape, Box.whole(tensor.shape), tensor.dtype) for tensor in seen)
         parts = without_duplicates([*whole, *(part for part, _ in self._copied)])
         return sorted(parts, key=lambda part: (order[part.name], part.box, part.dtype))
 
     @cached_property
-    def _copied(self) -> list[tuple[Part, bool]]:
+    def _copied(self) -> list[tuple[TensorBox, bool]]:
         """The part that each placement requests, and whether it has exactly the placement's elements."""
         found, seen = [], frozenset(self.seen)
         for placement in self.placements:
@@ -114,7 +114,7 @@ class TargetLayout:
                 tensor, dtype = self.stored[placement.stored], self.parameters[placement.parameter].dtype
                 view = _box_of(tensor.shape, placement.view)
                 box = Box.whole(tensor.shape) if view is None else view.box
-                found.append((Part(tensor.name, tensor.shape, box, dtype), view is not None))
+                found.append((TensorBox(tensor.name, tensor.shape, box, dtype), view is not None))
         return found
 
     def sizes(self) -> LayoutSizes:

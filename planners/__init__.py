@@ -33,9 +33,9 @@ from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, ValueEntry, Valu
 from .plan_cache import CachedPlan, PlanCache
 from .plan_groups import PlanGroup, mesh_boxes
 from .request_classes import (
+    BoxRequest,
     ClassSummary,
     RankGroups,
-    Request,
     RequestClass,
     Stripe,
     classify_requests,
@@ -57,6 +57,7 @@ __all__ = [
     "WHOLE",
     "Assignment",
     "Batch",
+    "BoxRequest",
     "CachedPlan",
     "ClassSummary",
     "ContentChecks",
@@ -77,7 +78,6 @@ __all__ = [
     "PlannedFile",
     "PlannedValues",
     "RankGroups",
-    "Request",
     "RequestClass",
     "Ring",
     "SavePlan",

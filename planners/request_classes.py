@@ -27,9 +27,9 @@ from ..tensors.geometry import Box
 from ..tensors.tables import BoxTable, TensorTable
 
 __all__ = [
+    "BoxRequest",
     "ClassSummary",
     "RankGroups",
-    "Request",
     "RequestClass",
     "Stripe",
     "classify_requests",
@@ -51,7 +51,7 @@ _LONG_RUN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Request:
+class BoxRequest:
     """``box`` of row ``tensor`` of the manifest's tensors, requested as elements of ``dtype`` (any distinct name)."""
 
     tensor: int
@@ -115,7 +115,7 @@ RankGroups = Mapping[bytes, Sequence[Sequence[int]]]
 """By digest, for each stripe in order, the ranks that request it, ascending."""
 
 
-def find_stripe(request: Request, shape: tuple[int, ...], itemsize: int) -> Stripe | None:
+def find_stripe(request: BoxRequest, shape: tuple[int, ...], itemsize: int) -> Stripe | None:
     """Return the stripe that a request of a tensor of this shape is, or None if it can be read efficiently alone."""
     box = request.box
     split = [axis for axis, length in enumerate(shape) if box.lengths[axis] < length]
@@ -132,7 +132,7 @@ def find_stripe(request: Request, shape: tuple[int, ...], itemsize: int) -> Stri
 
 
 def classify_requests(
-    tensors: TensorTable, stored: BoxTable, requests: Sequence[Request], *, salt: str, min_bytes: int
+    tensors: TensorTable, stored: BoxTable, requests: Sequence[BoxRequest], *, salt: str, min_bytes: int
 ) -> list[RequestClass]:
     """Sort one rank's requests into classes that it may share with other ranks.
 
@@ -176,7 +176,7 @@ def _longest_stored(stored: BoxTable, tensor: int, axis: int) -> int:
 
 
 class _Member(NamedTuple):
-    request: Request
+    request: BoxRequest
     position: int
     stripe: Stripe | None
     nbytes: int

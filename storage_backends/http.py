@@ -16,7 +16,7 @@ from .keys import check_key
 from .remote.backend import Condition, Found, RemoteBackend, content_range
 from .remote.failures import Failure, Meaning, ShortReplyError, common_failure
 from .remote.parts import Upload
-from .remote.session import Session, Sessions
+from .remote.session import EndpointSession, Sessions
 from .remote.transport import Connections, Reply
 
 __all__ = ["HttpBackend"]
@@ -49,7 +49,7 @@ def _explain(error: BaseException) -> Failure:
     return Failure(meaning, f"{error}{hint}")
 
 
-class _Client(Session):
+class _Client(EndpointSession):
     """Sends requests to one root, and follows redirects."""
 
     def __init__(self) -> None:

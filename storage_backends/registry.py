@@ -21,7 +21,7 @@ from ..errors import StorageError, UnsupportedURLError
 from ..version import install_command
 from .base import StorageBackend
 from .keys import check_key, is_object_key
-from .obstore.places import SCHEMES, NotServedError, place_of
+from .obstore.roots import SCHEMES, NotServedError, store_root_of
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -260,12 +260,12 @@ def _open_cloud(scheme: str, url: str, options: dict[str, Any]) -> StorageBacken
             raise UnsupportedURLError(f"client='obstore' ({url!r}) needs obstore: {install_command('fast')}")
         return _open_with_fsspec(scheme, url, rest, command=install_command("fast"))
     try:
-        place = place_of(url, rest, is_chosen=client == "obstore")
+        root = store_root_of(url, rest, is_chosen=client == "obstore")
         from .obstore.backend import ObstoreBackend, is_inherited
 
         if is_inherited():
             raise NotServedError("this process was forked from one that has used it; start it with 'spawn'")
-        return ObstoreBackend(url, place)
+        return ObstoreBackend(url, root)
     except NotServedError as error:
         reason = str(error)
     if client == "obstore":

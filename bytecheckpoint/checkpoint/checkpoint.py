@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ..engine.reading.reader import Reader, ReadPart, ReadStats
+from ..engine.reading.reader import ReadPart, ReadStats, ShardReader
 from ..engine.reading.verify import verify_crcs, verify_files
 from ..engine.resources import IOEngine
 from ..engine.tensor_bytes import box_view
@@ -394,7 +394,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
                 f"convert them into a checkpoint first: bcp import"
             )
 
-    def checked_reader(self) -> Reader:
+    def checked_reader(self) -> ShardReader:
         """Create a new reader that checks every byte, even if this handle was opened with ``verify=False``.
 
         Returns:

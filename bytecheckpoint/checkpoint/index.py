@@ -13,7 +13,7 @@ import zstandard
 
 from ..engine.objects import data_of
 from ..engine.reading.checks import CrcTable
-from ..engine.reading.reader import Reader
+from ..engine.reading.reader import ShardReader
 from ..engine.reading.views import StoredViews
 from ..engine.resources import IOEngine
 from ..format.manifest import Manifest, pack_payload, unpack_payload, validate_foreign
@@ -92,9 +92,9 @@ class Index:
             if section in (None, value.section) and is_owned_here:
                 yield value
 
-    def reader(self, engine: IOEngine, *, verify: bool, timings: Timings | None = None) -> Reader:
+    def reader(self, engine: IOEngine, *, verify: bool, timings: Timings | None = None) -> ShardReader:
         """Return a reader of the tensors that checks what can be checked, or with ``verify=False`` nothing."""
-        return Reader(
+        return ShardReader(
             self.data,
             self.manifest,
             engine.io,

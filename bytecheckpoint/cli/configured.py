@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..convert.export import Part
+from ..convert.export import ExportedBox
 from ..errors import StateError
 from ..inference.layouts.hub_names import hub_tensors
 from ..inference.layouts.parts import StridedView, box_of
@@ -75,7 +75,7 @@ class ConfiguredModel:
             _patterns(model, "_keys_to_ignore_on_load_unexpected"),
         )
 
-    def parts(self, stored: Mapping[str, BasicMeta]) -> dict[str, Part]:
+    def parts(self, stored: Mapping[str, BasicMeta]) -> dict[str, ExportedBox]:
         """Return the tensors of the hub that are parts of stored ones, if ``stored`` has the names in memory.
 
         Empty if nothing has to be converted, or if a part is no box of a stored tensor.
@@ -83,7 +83,7 @@ class ConfiguredModel:
         metas = [(name, meta.shape, torch_dtype(meta)) for name, meta in stored.items()]
         recorded = dict(Recorder(_no_values).tensors(metas))
         found: Mapping[str, Any] = hub_tensors(self.config, recorded)
-        parts: dict[str, Part] = {}
+        parts: dict[str, ExportedBox] = {}
         for name, tensor in found.items():
             if tensor is recorded.get(name):
                 continue
@@ -91,7 +91,7 @@ class ConfiguredModel:
             box = box_of(stored[tensor.fqn].shape, view)
             if box is None or box.order != tuple(range(len(view.shape))):
                 return {}
-            parts[name] = Part(tensor.fqn, box.box, view.shape)
+            parts[name] = ExportedBox(tensor.fqn, box.box, view.shape)
         return parts
 
     def expected(self, names: Mapping[str, object]) -> dict[str, tuple[int, ...] | None]:

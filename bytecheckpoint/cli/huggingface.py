@@ -14,11 +14,11 @@ import click
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import Location
-from ..convert.export import Expected, Part, export_safetensors
+from ..convert.export import Expected, ExportedBox, export_safetensors
 from ..convert.importing import import_checkpoint
 from ..convert.lora import Lora, LoraForm, LoraPlan
 from ..convert.related import kept_files, related_files
-from ..convert.selection import Selection
+from ..convert.selection import ExportSelection
 from ..convert.torch_file import export_torch_file
 from ..errors import FormatError
 from ..foreign.safetensors_folder import SafetensorsFolder
@@ -222,7 +222,7 @@ class _Gate:
     """What an export must have, according to ``name``, and the parts that it writes in place of stored tensors."""
 
     expected: Expected | None = None
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, ExportedBox] = field(default_factory=dict)
     name: str | None = None
 
     @classmethod
@@ -252,7 +252,7 @@ class _Gate:
         if section not in found.sections:
             return cls()  # the export raises
         plan = None if lora is None else LoraPlan(found, section, lora)
-        selection = Selection(found, section, rename, exclude, "drop", {}, plan)
+        selection = ExportSelection(found, section, rename, exclude, "drop", {}, plan)
         tensors = found.manifest.tensors
         rows = found.manifest.section_tensors(section).tolist()
         stored: dict[str, BasicMeta] = {

@@ -23,9 +23,9 @@ from ..storage_backends.base import StorageBackend
 from .lora import ADAPTER_KEY, Lora, LoraPlan
 from .related import put_files, with_dtype
 from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure
-from .selection import Expected, Part, Selection, Tied, parse_cast, shown
+from .selection import Expected, ExportedBox, ExportSelection, Tied, parse_cast, shown
 
-__all__ = ["Expected", "ExportReport", "Lora", "Part", "Tied", "export_safetensors"]
+__all__ = ["Expected", "ExportReport", "ExportedBox", "Lora", "Tied", "export_safetensors"]
 
 _MAX_ENTRY_BYTES = 128  # of a header entry without name and shape; an upper bound
 
@@ -66,7 +66,7 @@ def export_safetensors(
     rename: Rename | None = None,
     exclude: Sequence[str] = (),
     tied: Tied = "drop",
-    parts: Mapping[str, Part] | None = None,
+    parts: Mapping[str, ExportedBox] | None = None,
     related: Mapping[str, bytes] | None = None,
     lora: Lora | None = None,
     progress: Progress = lambda nbytes: None,
@@ -109,7 +109,7 @@ def export_safetensors(
     store = Location.of(target).open()
     dtype = parse_cast(cast)
     plan = None if lora is None or section not in checkpoint.sections else LoraPlan(checkpoint, section, lora)
-    selection = Selection(checkpoint, section, renaming(rename), exclude, tied, parts or {}, plan)
+    selection = ExportSelection(checkpoint, section, renaming(rename), exclude, tied, parts or {}, plan)
     tensors, dropped = selection.choose(expected, dtype)
     _refuse_model(store)
     others = with_dtype(related or {}, dtype) if dtype is not None else related or {}

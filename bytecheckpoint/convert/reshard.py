@@ -34,7 +34,7 @@ from ..tensors.tables import TensorTable
 from ..version import HEADER_METADATA
 from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
 
-__all__ = ["Layout", "PlannedFile", "ReshardReport"]
+__all__ = ["Layout", "ReshardReport", "ReshardedFile"]
 __all__ += ["chosen_part", "encoded_values", "plan_files", "reshard", "values_of"]
 
 Layout = Literal["whole", "sharded"]
@@ -43,7 +43,7 @@ _MAX_FILES = 1 << 20  # more is certainly a mistake
 
 
 @dataclass(frozen=True)
-class PlannedFile:
+class ReshardedFile:
     """A file of the new checkpoint.
 
     Attributes:
@@ -75,7 +75,7 @@ class ReshardReport:
     url: str
     layout: Layout
     dry_run: bool
-    files: tuple[PlannedFile, ...]
+    files: tuple[ReshardedFile, ...]
     bytes_to_read: int
     bytes_read: int
 
@@ -127,10 +127,10 @@ def reshard(
     attempt = new_attempt()
     manifest = checkpoint.manifest
     outputs = list(plan_files(manifest, files, layout, attempt))
-    plans = [PlannedFile(out.key, out.section, len(out.tensors), out.size) for out in outputs]
+    plans = [ReshardedFile(out.key, out.section, len(out.tensors), out.size) for out in outputs]
     # Companions describe the old files and would be wrong for the new ones.
     values = values_of(checkpoint.index, attempt)
-    plans += [PlannedFile(one.key, one.section, 0, len(one.document)) for one in values]
+    plans += [ReshardedFile(one.key, one.section, 0, len(one.document)) for one in values]
     bytes_to_read = manifest.nbytes + int(manifest.files.head_length.sum())
     bytes_read = 0
     if not dry_run:

@@ -21,7 +21,7 @@ import torch
 
 from ..checkpoint.index import Index
 from ..engine.checksums import ChunkHasher, chunk_size_for
-from ..engine.reading.reader import Reader, ReadPart
+from ..engine.reading.reader import ReadPart, ShardReader
 from ..engine.tensor_bytes import box_view, byte_view
 from ..errors import CommitUnknownError, KeyExistsError, KeyNotFoundError
 from ..format.checksums import Checksums, checksum_column, checksum_of, empty_checksums
@@ -158,7 +158,7 @@ class Rewriter:
         self._ahead = Threads(2, thread_name_prefix="bcp-rewrite")
         views = [None] if index.views is None else index.views.alone()
         self._reader, *self._others = (
-            Reader(
+            ShardReader(
                 index.data,
                 index.manifest,
                 self._io,

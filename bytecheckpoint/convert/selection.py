@@ -19,7 +19,7 @@ from ..tensors.geometry import Box
 from .lora import LoraPlan, LowRank
 from .rewriter import OutputTensor
 
-__all__ = ["Expected", "Part", "Selection", "Tied", "output_dtype", "parse_cast", "shown"]
+__all__ = ["Expected", "ExportSelection", "ExportedBox", "Tied", "output_dtype", "parse_cast", "shown"]
 
 Expected = Iterable[str] | Mapping[str, Sequence[int] | None]
 """The names that an export must have, no more and no less; a mapping also gives shapes, or None if unknown."""
@@ -28,7 +28,7 @@ Tied = Literal["drop", "copy"]
 
 
 @dataclass(frozen=True)
-class Part:
+class ExportedBox:
     """A box of a stored tensor that is exported as a tensor of ``shape``, such as one of stacked experts.
 
     ``source`` is the tensor's name after the renaming of the export.
@@ -40,7 +40,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Selection:
+class ExportSelection:
     """The arguments of an export that concern names.
 
     Attributes:
@@ -58,7 +58,7 @@ class Selection:
     rename: Callable[[str], str]
     exclude: Sequence[str]
     tied: Tied
-    parts: Mapping[str, Part]
+    parts: Mapping[str, ExportedBox]
     lora: LoraPlan | None = None
 
     def choose(self, expected: Expected | None, cast: DType | None) -> tuple[list[OutputTensor], dict[str, str]]:

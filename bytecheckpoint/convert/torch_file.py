@@ -12,7 +12,7 @@ import torch
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
 from ..errors import KeyExistsError, KeyNotFoundError, NameNotFoundError, StateError, UsageError
-from ..foreign.place import open_parent
+from ..foreign.source_path import open_parent
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from .rewriter import OutputTensor, Progress, Rewriter

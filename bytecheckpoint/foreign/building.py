@@ -28,12 +28,12 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, torch_dtype
 from ..tensors.tables import BoxTable, TensorTable
 
-__all__ = ["IndexBuilder", "Piece", "StoredLeaf", "contiguous_boxes"]
+__all__ = ["IndexBuilder", "StoredBox", "StoredLeaf", "contiguous_boxes"]
 
 _MAX_RUNS = 1 << 20  # of one tensor that is not contiguous in its file
 
 
-class Piece(NamedTuple):
+class StoredBox(NamedTuple):
     """One box of a tensor in a file.
 
     ``offset`` counts bytes from the beginning of file ``file`` (a number that ``add_file`` returned). ``strides`` are
@@ -51,12 +51,12 @@ class StoredLeaf:
     """A tensor in a tree: dtype and shape, and the pieces that tile it."""
 
     meta: BasicMeta
-    pieces: Sequence[Piece]
+    pieces: Sequence[StoredBox]
 
     @classmethod
     def whole(cls, meta: BasicMeta, file: int, offset: int, strides: Sequence[int] | None = None) -> StoredLeaf:
         """A tensor that is in one place."""
-        return cls(meta, (Piece(Box.whole(meta.shape), file, offset, strides),))
+        return cls(meta, (StoredBox(Box.whole(meta.shape), file, offset, strides),))
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class IndexBuilder:
     system: str
     _files: dict[str, tuple[int, int]] = field(default_factory=dict)
     _tensors: dict[tuple[str, str], BasicMeta] = field(default_factory=dict)
-    _pieces: dict[tuple[str, str], list[Piece]] = field(default_factory=dict)
+    _pieces: dict[tuple[str, str], list[StoredBox]] = field(default_factory=dict)
     _values: list[StoredValue] = field(default_factory=list)
     _aliases: list[tuple[str, str]] = field(default_factory=list)
     _crcs: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -87,7 +87,7 @@ class IndexBuilder:
         known = self._files.get(key)
         return self.add_file(key, self.backend.stat(key).size) if known is None else known[0]
 
-    def read(self, piece: Piece, dtype: DType, count: int) -> bytes:
+    def read(self, piece: StoredBox, dtype: DType, count: int) -> bytes:
         """Read the first ``count`` elements of a piece, in order to find out what it is. Raises ``StorageError``."""
         data = bytearray(count * dtype.itemsize)
         if data:
@@ -192,7 +192,7 @@ class IndexBuilder:
             aliases=self._aliases,
         )
 
-    def _runs(self, name: tuple[str, str]) -> Iterator[Piece]:
+    def _runs(self, name: tuple[str, str]) -> Iterator[StoredBox]:
         """The pieces of a tensor, each contiguous in its file."""
         itemsize = self._tensors[name].dtype.itemsize
         for piece in self._pieces[name]:
@@ -202,7 +202,7 @@ class IndexBuilder:
             try:
                 for box, start in contiguous_boxes(piece.box.lengths, piece.strides):
                     moved = Box(tuple(a + b for a, b in zip(piece.box.offsets, box.offsets, strict=True)), box.lengths)
-                    yield Piece(moved, piece.file, piece.offset + start * itemsize)
+                    yield StoredBox(moved, piece.file, piece.offset + start * itemsize)
             except UnsupportedTensorError as error:
                 raise UnsupportedTensorError(f"{'.'.join(name)}: {error}") from error
 

@@ -17,7 +17,7 @@ from .building import IndexBuilder
 from .dcp import DcpFolder
 from .naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION, sections_of
 from .pickles import Global, TensorRef
-from .place import Place
+from .source_path import SourcePath
 from .torch_values import TorchValues
 
 __all__ = ["read_bytecheckpoint"]
@@ -27,7 +27,7 @@ _EXTRA_FILE = re.compile(r"extra_state_rank_(\d+)\.pt")
 _MISSING = object()
 
 
-def read_bytecheckpoint(place: Place) -> Index | None:
+def read_bytecheckpoint(source: SourcePath) -> Index | None:
     """Return the index of a folder of the ByteCheckpoint package; None if the path is none.
 
     What all ranks stored with equal values is shared. Another plain value belongs to the rank that stored it;
@@ -35,29 +35,29 @@ def read_bytecheckpoint(place: Place) -> Index | None:
 
     Raises ``FormatError`` and ``CorruptionError`` for damaged files.
     """
-    if place.name or f"{MODEL_SECTION}/" not in place.children:
+    if source.name or f"{MODEL_SECTION}/" not in source.children:
         return None
     try:
-        model = DcpFolder(place.backend, f"{MODEL_SECTION}/")
+        model = DcpFolder(source.backend, f"{MODEL_SECTION}/")
     except KeyNotFoundError:
         return None
     if model.kind != _METADATA:
         return None
-    builder = IndexBuilder(place.backend, "ByteCheckpoint")
+    builder = IndexBuilder(source.backend, "ByteCheckpoint")
     builder.add_tree(MODEL_SECTION, sections_of(model.tree(builder))[MODEL_SECTION])
-    if f"{OPTIMIZER_SECTION}/" in place.children:
-        optimizer = DcpFolder(place.backend, f"{OPTIMIZER_SECTION}/")
+    if f"{OPTIMIZER_SECTION}/" in source.children:
+        optimizer = DcpFolder(source.backend, f"{OPTIMIZER_SECTION}/")
         builder.add_tree(OPTIMIZER_SECTION, sections_of(optimizer.tree(builder))[OPTIMIZER_SECTION])
     # A rank that has replicas only writes no tensors.
-    return builder.build(world_size=max(model.world_size, _add_extra_state(place, builder)))
+    return builder.build(world_size=max(model.world_size, _add_extra_state(source, builder)))
 
 
-def _add_extra_state(place: Place, builder: IndexBuilder) -> int:
+def _add_extra_state(source: SourcePath, builder: IndexBuilder) -> int:
     """Add the section and return the number of ranks that stored a part of it."""
     folder = f"{EXTRA_SECTION}/"
-    keys = place.backend.list_children(folder) if folder in place.children else ()
+    keys = source.backend.list_children(folder) if folder in source.children else ()
     files = {int(found[1]): folder + key for key in keys if (found := _EXTRA_FILE.fullmatch(key))}
-    trees = {rank: read_archive(place.backend, files[rank]).value for rank in sorted(files)}
+    trees = {rank: read_archive(source.backend, files[rank]).value for rank in sorted(files)}
     if not trees:
         return 0
     shared, own = _divide(list(trees.values()))

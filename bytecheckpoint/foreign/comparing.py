@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..checkpoint.index import Index
-from ..engine.reading.reader import Reader, ReadPart
+from ..engine.reading.reader import ReadPart, ShardReader
 from ..engine.tensor_bytes import as_bytes, box_view
 from ..errors import RuleError
 from ..planners import split_box
@@ -66,7 +66,7 @@ def compare(index: Index, comparisons: Sequence[Comparison]) -> None:
         return
     faults: dict[str, str] = {}
     with Threads(_THREADS, thread_name_prefix="bcp-compare") as pool:
-        reader = Reader(index.backend, index.views.stored, pool, verify=index.is_own, crcs=index.crcs)
+        reader = ShardReader(index.backend, index.views.stored, pool, verify=index.is_own, crcs=index.crcs)
         for one in comparisons:
             if one.name not in faults and len(faults) < _MAX_FAULTS:
                 at = _first_difference(reader, one)
@@ -78,7 +78,7 @@ def compare(index: Index, comparisons: Sequence[Comparison]) -> None:
         raise RuleError("\n  ".join([head, *lines]), [("compare", *fault) for fault in faults.items()])
 
 
-def _first_difference(reader: Reader, one: Comparison) -> Box | None:
+def _first_difference(reader: ShardReader, one: Comparison) -> Box | None:
     """The first piece of the box in which the two copies have different bytes."""
     meta = one.tensor.meta
     for box in split_box(one.box, one.box, meta.dtype.itemsize, _PIECE_BYTES, 0):

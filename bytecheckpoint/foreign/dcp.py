@@ -19,10 +19,10 @@ from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from .archives import EmbeddedArchives, read_embedded
-from .building import IndexBuilder, Piece, StoredLeaf
+from .building import IndexBuilder, StoredBox, StoredLeaf
 from .naming import sections_of
 from .pickles import Global, Instance, Storage, TensorRef, explain, interpret, storage_dtype
-from .place import Place, read_all
+from .source_path import SourcePath, read_all
 from .torch_values import TorchValues
 
 __all__ = ["METADATA_KEY", "DcpFolder", "Item", "read_dcp"]
@@ -33,16 +33,16 @@ _RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _HEADERS = "all_tensor_metadata"
 
 
-def read_dcp(place: Place) -> Index | None:
+def read_dcp(source: SourcePath) -> Index | None:
     """Return the index of a DCP folder; None if the path is none.
 
     Nested names become the tree that was saved: its first level is the sections, unless it is a state dict by itself.
     Raises ``FormatError`` and ``CorruptionError`` for damaged files.
     """
-    if place.name or METADATA_KEY not in place.children:
+    if source.name or METADATA_KEY not in source.children:
         return None
-    folder = DcpFolder(place.backend)
-    builder = IndexBuilder(place.backend, "torch.distributed.checkpoint")
+    folder = DcpFolder(source.backend)
+    builder = IndexBuilder(source.backend, "torch.distributed.checkpoint")
     tree = folder.tree(builder)
     for section, part in sections_of(tree).items():
         builder.add_tree(section, part)
@@ -119,7 +119,7 @@ class DcpFolder:
             tensors[name] = StoredLeaf(meta, pieces)
         return tensors, {name: found[item] for name, item in self.values.items()}
 
-    def _piece(self, values: TorchValues, name: str, meta: BasicMeta, box: Box, value: Any, item: Item) -> Piece:
+    def _piece(self, values: TorchValues, name: str, meta: BasicMeta, box: Box, value: Any, item: Item) -> StoredBox:
         if type(value) is not TensorRef or value.shape != box.lengths or value.dtype != meta.dtype:
             found = f"{value.dtype} {list(value.shape)}" if type(value) is TensorRef else explain(value)
             raise FormatError(
@@ -136,13 +136,13 @@ class DcpFolder:
         items = {}
         for key, info in found.items():
             index = self._fields(key, "MetadataIndex", "fqn")
-            place = self._fields(info, "_StorageInfo", "relative_path", "offset", "length")
-            if place.get("transform_descriptors"):
+            fields = self._fields(info, "_StorageInfo", "relative_path", "offset", "length")
+            if fields.get("transform_descriptors"):
                 raise FormatError(
-                    f"{self._where}: {index['fqn']!r:.200} is stored with {place['transform_descriptors']!r:.100}; "
+                    f"{self._where}: {index['fqn']!r:.200} is stored with {fields['transform_descriptors']!r:.100}; "
                     f"load it with torch.distributed.checkpoint and save it without these extensions"
                 )
-            item = Item(place["relative_path"], place["offset"], place["length"])
+            item = Item(fields["relative_path"], fields["offset"], fields["length"])
             is_plain = type(item.file) is str and type(item.offset) is int and type(item.length) is int
             if not is_plain or min(item.offset, item.length) < 0:
                 raise FormatError(f"{self._where}: {index['fqn']!r:.200} is stored at {tuple(item)!r:.200}")

@@ -17,8 +17,8 @@ from .archives import read_archive
 from .building import IndexBuilder, StoredLeaf
 from .naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION, is_state_dict, module_names
 from .pickles import TensorRef
-from .place import Place, read_all
 from .safetensors_folder import SafetensorsFolder, check_weight_map, meta_of, read_weight_map
+from .source_path import SourcePath, read_all
 from .torch_values import TorchValues
 
 __all__ = ["STATE_KEY", "TrainerState", "read_huggingface"]
@@ -28,7 +28,7 @@ _BIN_KEYS = ("pytorch_model.bin", "adapter_model.bin")
 """The names of a model in one file."""
 
 
-def read_huggingface(place: Place) -> Index | None:
+def read_huggingface(source: SourcePath) -> Index | None:
     """Return the index of a model, whose tensors form the section ``model``; None if there is none.
 
     A Trainer's checkpoint also has the sections that ``TrainerState`` adds.
@@ -40,31 +40,31 @@ def read_huggingface(place: Place) -> Index | None:
     models, ``UnsupportedTensorError`` for a dtype that torch does not have, and ``NotACheckpointError`` for a folder
     of GGUF files only.
     """
-    names = [place.name] if place.name else place.children
+    names = [source.name] if source.name else source.children
     if any(name.endswith((".safetensors", INDEX_KEY)) for name in names):
-        folder = SafetensorsFolder(place)
-        builder = IndexBuilder(place.backend, "safetensors")
+        folder = SafetensorsFolder(source)
+        builder = IndexBuilder(source.backend, "safetensors")
         _add_safetensors(folder, builder)
-        return _build(place, builder)
-    if place.name:
+        return _build(source, builder)
+    if source.name:
         return None
-    builder = IndexBuilder(place.backend, "torch.save")
-    if _add_torch_model(place, builder):
-        return _build(place, builder)
+    builder = IndexBuilder(source.backend, "torch.save")
+    if _add_torch_model(source, builder):
+        return _build(source, builder)
     gguf = next((name for name in names if name.endswith(".gguf")), None)
     if gguf is not None:
         raise NotACheckpointError(
-            f"{place.url} holds a GGUF file of llama.cpp ({gguf}), whose quantized blocks are not read; use the "
+            f"{source.url} holds a GGUF file of llama.cpp ({gguf}), whose quantized blocks are not read; use the "
             f"safetensors files that it was converted from"
         )
     return None
 
 
-def _build(place: Place, builder: IndexBuilder) -> Index:
-    if place.name or STATE_KEY not in place.children:
-        return builder.build(name=place.name)
+def _build(source: SourcePath, builder: IndexBuilder) -> Index:
+    if source.name or STATE_KEY not in source.children:
+        return builder.build(name=source.name)
     builder.system = "transformers"
-    trainer = TrainerState(place, builder)
+    trainer = TrainerState(source, builder)
     return builder.build(step=trainer.step, world_size=trainer.world_size)
 
 
@@ -79,49 +79,49 @@ def _add_safetensors(folder: SafetensorsFolder, builder: IndexBuilder) -> None:
             builder.add_tensor(MODEL_SECTION, record.name, leaf)
 
 
-def _add_torch_model(place: Place, builder: IndexBuilder) -> bool:
+def _add_torch_model(source: SourcePath, builder: IndexBuilder) -> bool:
     """Add the section ``model`` of a folder to an index; False if the folder has no such model.
 
     Raises ``CorruptionError`` for a missing file, ``FormatError`` for a damaged one, one without a state dict, or one
     that disagrees with the index, and ``NotACheckpointError`` for several models.
     """
-    found = [name for name in _BIN_KEYS if name in place.children]
-    index = read_weight_map(place.backend, _BIN_INDEX_KEY, ".bin") if _BIN_INDEX_KEY in place.children else None
+    found = [name for name in _BIN_KEYS if name in source.children]
+    index = read_weight_map(source.backend, _BIN_INDEX_KEY, ".bin") if _BIN_INDEX_KEY in source.children else None
     if index is not None:
         found = [_BIN_INDEX_KEY, *(name for name in found if name not in index.values())]
     if not found:
         return False
     if len(found) > 1:
         raise NotACheckpointError(
-            f"{place.url} holds both {found[0]} and {found[1]}, which are different models; name the file to use, or "
+            f"{source.url} holds both {found[0]} and {found[1]}, which are different models; name the file to use, or "
             f"remove the other"
         )
     files = found if index is None else sorted(set(index.values()))
-    documents = read_all(lambda file: _read_model(place, file), files)
+    documents = read_all(lambda file: _read_model(source, file), files)
     values = TorchValues(builder)
     tensors: dict[str, Any] = {}
     places: dict[str, str] = {}
     for file, document in zip(files, documents, strict=True):
         tree = values.tree(document)
         if not is_state_dict(tree) and tree != {}:
-            raise FormatError(f"{place.backend.url}/{file}: it does not hold a model's tensors by name")
+            raise FormatError(f"{source.backend.url}/{file}: it does not hold a model's tensors by name")
         for name, leaf in tree.items():
             if name in tensors:
-                raise FormatError(f"{place.url}: {name!r:.200} is in {places[name]} and in {file}")
+                raise FormatError(f"{source.url}: {name!r:.200} is in {places[name]} and in {file}")
             tensors[name], places[name] = leaf, file
     if index is not None:
-        check_weight_map(index, places, place.url, _BIN_INDEX_KEY)
+        check_weight_map(index, places, source.url, _BIN_INDEX_KEY)
     builder.add_section(MODEL_SECTION, "module")
     builder.add_tree(MODEL_SECTION, module_names(tensors))
     return True
 
 
-def _read_model(place: Place, file: str) -> Any:
+def _read_model(source: SourcePath, file: str) -> Any:
     try:
-        return read_archive(place.backend, file).value
+        return read_archive(source.backend, file).value
     except KeyNotFoundError as error:
         raise CorruptionError(
-            f"{place.backend.url}/{file}: file is missing, but {_BIN_INDEX_KEY} names it; fetch it again"
+            f"{source.backend.url}/{file}: file is missing, but {_BIN_INDEX_KEY} names it; fetch it again"
         ) from error
 
 
@@ -148,21 +148,21 @@ class TrainerState:
         world_size: The number of ranks that stored their random generators.
     """
 
-    def __init__(self, place: Place, builder: IndexBuilder) -> None:
+    def __init__(self, source: SourcePath, builder: IndexBuilder) -> None:
         """Read the files. Raises ``FormatError`` and ``CorruptionError`` for damaged ones."""
-        self._place, self._builder = place, builder
+        self._path, self._builder = source, builder
         self._values = TorchValues(builder)
         counters = self._read_counters()
         step = counters.get("global_step")
         self.step = step if type(step) is int and step >= 0 else None
-        sections = {key: section for key, section in _SECTIONS.items() if key in place.children}
-        generators = {int(match[1] or 0): key for key in place.children if (match := _RNG.fullmatch(key))}
+        sections = {key: section for key, section in _SECTIONS.items() if key in source.children}
+        generators = {int(match[1] or 0): key for key in source.children if (match := _RNG.fullmatch(key))}
         # A node may have only the files of its own ranks.
         if sorted(generators) != list(range(len(generators))):
             generators = {}
         self.world_size = max(len(generators), 1)
         keys = [*sections, *generators.values()]
-        found = dict(zip(keys, read_all(lambda key: read_archive(place.backend, key).value, keys), strict=True))
+        found = dict(zip(keys, read_all(lambda key: read_archive(source.backend, key).value, keys), strict=True))
         for key, section in sections.items():
             builder.add_tree(section, self._values.tree(found[key]))
         if generators:
@@ -172,9 +172,9 @@ class TrainerState:
         builder.add_tree(EXTRA_SECTION, counters)
 
     def _read_counters(self) -> dict[str, Any]:
-        where = f"{self._place.backend.url}/{STATE_KEY}"
+        where = f"{self._path.backend.url}/{STATE_KEY}"
         try:
-            document = json.loads(self._place.backend.get(STATE_KEY, max_size=_MAX_STATE_BYTES))
+            document = json.loads(self._path.backend.get(STATE_KEY, max_size=_MAX_STATE_BYTES))
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{where} is not JSON: {error}") from None
         if not isinstance(document, dict):
@@ -204,7 +204,7 @@ class TrainerState:
         if not is_state or tensor.dtype.name != "uint8":
             return UnreadObject("no state of a random generator")
         data = bytearray(tensor.nbytes)
-        self._place.backend.read_into(tensor.file, tensor.offset, data)
+        self._path.backend.read_into(tensor.file, tensor.offset, data)
         return np.frombuffer(data, np.uint8)
 
 

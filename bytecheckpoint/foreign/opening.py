@@ -22,14 +22,14 @@ from .dcp import read_dcp
 from .deepspeed import read_deepspeed
 from .huggingface import read_huggingface
 from .megatron import read_megatron
-from .place import Place, open_parent
 from .rank_files import stored_by_ranks
 from .reindexing import Stored
+from .source_path import SourcePath, open_parent
 from .torch_values import read_torch_file
 
 __all__ = ["CheckpointSource"]
 
-_READERS: tuple[Callable[[Place], Index | None], ...] = (
+_READERS: tuple[Callable[[SourcePath], Index | None], ...] = (
     *(read_megatron, read_dcp, read_bytecheckpoint, read_deepspeed, read_huggingface, read_torch_file),
 )
 """Each returns None for files of another system, and raises for damaged files that it recognizes."""
@@ -74,7 +74,7 @@ class CheckpointSource:
         """Return what rules are applied to, and the result. Raises as ``index``."""
         rules = self.rules or Rules(())
         if rules.files:
-            stored = stored_by_ranks(Place(self.url, self.backend), rules)
+            stored = stored_by_ranks(SourcePath(self.url, self.backend), rules)
         else:
             stored = Stored.of_index(self._index(), rules)
         return stored, stored.resolve(rules, self.average)
@@ -109,7 +109,7 @@ class CheckpointSource:
         try:
             return read_manifest_bytes(self.backend)
         except (CheckpointNotFoundError, NotACheckpointError):
-            found = _read_foreign(Place(self.url, self.backend))
+            found = _read_foreign(SourcePath(self.url, self.backend))
             if found is None:
                 raise
             return found
@@ -120,22 +120,22 @@ class CheckpointSource:
                 raise
             return _read_file(file)
 
-    def _file(self) -> Place | None:
-        return Place.of_file(self.location, self.backend.deadline_s)
+    def _file(self) -> SourcePath | None:
+        return SourcePath.of_file(self.location, self.backend.deadline_s)
 
 
-def _read_file(place: Place) -> Index:
-    found = _read_foreign(place)
+def _read_file(source: SourcePath) -> Index:
+    found = _read_foreign(source)
     if found is None:
         raise NotACheckpointError(
-            f"{place.url} is not a checkpoint: it is no safetensors file, and torch.save did not write it"
+            f"{source.url} is not a checkpoint: it is no safetensors file, and torch.save did not write it"
         )
     return found
 
 
-def _read_foreign(place: Place) -> Index | None:
+def _read_foreign(source: SourcePath) -> Index | None:
     for read in _READERS:
-        found = read(place)
+        found = read(source)
         if found is not None:
             return found
     return None

@@ -15,11 +15,11 @@ from ..format.manifest import SectionInfo
 from ..format.values import path_name
 from ..rules import Flat, RankFile, Rules, Source
 from ..tensors.shards import Path
-from .building import IndexBuilder, Piece, StoredLeaf
+from .building import IndexBuilder, StoredBox, StoredLeaf
 from .huggingface import read_huggingface
 from .naming import MODEL_SECTION
-from .place import Place, read_all
 from .reindexing import Stored, rule_name
+from .source_path import SourcePath, read_all
 from .torch_values import read_torch_file
 
 __all__ = ["stored_by_ranks"]
@@ -30,38 +30,38 @@ _SYSTEM = "files of ranks"
 _Members = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def stored_by_ranks(place: Place, rules: Rules) -> Stored:
+def stored_by_ranks(source: SourcePath, rules: Rules) -> Stored:
     """Return what the files of all ranks hold. Reads their headers and plain values.
 
     Raises ``RuleError`` if the patterns do not fit the files, ``CheckpointNotFoundError`` if there are no files, and
     what reading a damaged file raises.
     """
-    keys = [one.key for one in place.backend.list()]
+    keys = [one.key for one in source.backend.list()]
     if not keys:
-        raise CheckpointNotFoundError(f"nothing is stored at {place.url}; check the path")
+        raise CheckpointNotFoundError(f"nothing is stored at {source.url}; check the path")
     try:
         files = rules.rank_files(keys)
     except RuleError as error:
-        raise RuleError(f"{place.url}: {error}", error.faults) from error
-    read = read_all(lambda one: _read(place, one), files)
-    return _Folder(place, rules, files, read).stored()
+        raise RuleError(f"{source.url}: {error}", error.faults) from error
+    read = read_all(lambda one: _read(source, one), files)
+    return _Folder(source, rules, files, read).stored()
 
 
-def _read(place: Place, file: RankFile) -> Index:
-    one = Place(f"{place.url}/{file.key}", place.backend, file.key)
+def _read(source: SourcePath, file: RankFile) -> Index:
+    one = SourcePath(f"{source.url}/{file.key}", source.backend, file.key)
     found = read_huggingface(one) if file.key.endswith(".safetensors") else read_torch_file(one)
     if found is None:
         detail = "is no safetensors file, and torch.save did not write it"
-        raise RuleError(f"{place.url}: {file.key} {detail}; change files", [("file", file.key, detail)])
+        raise RuleError(f"{source.url}: {file.key} {detail}; change files", [("file", file.key, detail)])
     return found
 
 
 class _Folder:
     """Puts the indexes of the files together."""
 
-    def __init__(self, place: Place, rules: Rules, files: Sequence[RankFile], read: Sequence[Index]) -> None:
-        self._place, self._rules, self._files, self._read = place, rules, files, read
-        self._builder = IndexBuilder(place.backend, _SYSTEM)
+    def __init__(self, source: SourcePath, rules: Rules, files: Sequence[RankFile], read: Sequence[Index]) -> None:
+        self._path, self._rules, self._files, self._read = source, rules, files, read
+        self._builder = IndexBuilder(source.backend, _SYSTEM)
         self._lists: set[str] = set()  # the names of the values that list members
 
     def stored(self) -> Stored:
@@ -100,7 +100,7 @@ class _Folder:
         at = (manifest.shard_offset + manifest.files.head_length[manifest.shard_file]).tolist()
         for row, full in enumerate(manifest.tensors.names):
             shards = manifest.shards_of(row)
-            pieces = [Piece(boxes[n], number, at[n]) for n in range(shards.start, shards.stop)]
+            pieces = [StoredBox(boxes[n], number, at[n]) for n in range(shards.start, shards.stop)]
             leaf = StoredLeaf(manifest.tensors.meta_of(row), pieces)
             self._builder.add_tensor(_SECTION, _stored_name(file, full), leaf)
         if index.crcs is not None:
@@ -150,7 +150,7 @@ class _Folder:
             else:
                 (name,) = {value.name for value in values.values()}
                 detail = f"has different values in the files of {' and '.join(self._rules.files)}; read one pattern"
-                raise RuleError(f"{self._place.url}: {name} {detail}", [("file", name, detail)])
+                raise RuleError(f"{self._path.url}: {name} {detail}", [("file", name, detail)])
 
     def _step(self) -> int | None:
         steps = {index.manifest.step for index in self._read}

@@ -20,7 +20,7 @@ from ..format.safetensors import HeaderRecord, SafetensorsHeader, parse_header
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.metadata import BasicMeta
-from .place import Place
+from .source_path import SourcePath
 
 __all__ = ["SafetensorsFolder", "check_weight_map", "meta_of", "read_weight_map"]
 
@@ -32,21 +32,21 @@ _BY_CODE["F8_E8M0"] = DTYPES["float8_e8m0fnu"]
 class SafetensorsFolder:
     """The validated headers of one safetensors file, or of all files of a folder.
 
-    ``place`` is a ``.safetensors`` file, or a folder with ``model.safetensors``, an index, or a single safetensors
+    ``source`` is a ``.safetensors`` file, or a folder with ``model.safetensors``, an index, or a single safetensors
     file.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, source: SourcePath) -> None:
         """Read all headers and the index.
 
         Raises ``CheckpointNotFoundError`` or ``NotACheckpointError`` if there is no model, ``FormatError`` if a file
         violates the format or disagrees with the index, and ``CorruptionError`` if a file is missing.
         """
-        if place.name and not place.name.endswith(".safetensors"):
-            raise NotACheckpointError(f"{place.url} is no safetensors file")
-        self.url, self.backend, self.name = place.url, place.backend, place.name
-        self._index = None if place.name else read_weight_map(place.backend, INDEX_KEY, ".safetensors")
-        keys = [place.name] if place.name else self._keys(place.children)
+        if source.name and not source.name.endswith(".safetensors"):
+            raise NotACheckpointError(f"{source.url} is no safetensors file")
+        self.url, self.backend, self.name = source.url, source.backend, source.name
+        self._index = None if source.name else read_weight_map(source.backend, INDEX_KEY, ".safetensors")
+        keys = [source.name] if source.name else self._keys(source.children)
         self.headers: dict[str, SafetensorsHeader] = {key: self._read_header(key) for key in keys}
         self._check_names()
 
@@ -64,8 +64,8 @@ class SafetensorsFolder:
     def at(cls, path: AnyLocation) -> Self:
         """Read the headers of the files at a location. Raises as the constructor."""
         location = Location.of(path)
-        file = Place.of_file(location) if location.url.endswith(".safetensors") else None
-        return cls(file or Place(location.url, location.open()))
+        file = SourcePath.of_file(location) if location.url.endswith(".safetensors") else None
+        return cls(file or SourcePath(location.url, location.open()))
 
     def _keys(self, names: Sequence[str]) -> list[str]:
         found = [name for name in names if name.endswith(".safetensors")]

@@ -20,7 +20,7 @@ from .archives import read_archive
 from .building import IndexBuilder, StoredLeaf
 from .naming import sections_of
 from .pickles import Global, Instance, Storage, TensorRef, explain
-from .place import Place
+from .source_path import SourcePath
 
 __all__ = ["TorchValues", "read_small", "read_torch_file"]
 
@@ -78,10 +78,10 @@ class TorchValues:
 
     def _file(self, storage: Storage) -> int:
         """The number of the storage's file, whose CRC-32 of the storage is recorded once."""
-        file, place = self._builder.file_number(storage.file), (storage.file, storage.offset)
-        if storage.crc32 is not None and storage.nbytes and place not in self._storages:
+        file, source = self._builder.file_number(storage.file), (storage.file, storage.offset)
+        if storage.crc32 is not None and storage.nbytes and source not in self._storages:
             self._builder.add_crc(file, storage.offset, storage.offset + storage.nbytes, storage.crc32)
-        self._storages[place] = storage
+        self._storages[source] = storage
         return file
 
 
@@ -111,33 +111,33 @@ def read_small(backend: StorageBackend, tensor: TensorRef) -> torch.Tensor:
 _ZIP, _GGUF = b"PK\3\4", b"GGUF"
 
 
-def read_torch_file(place: Place) -> Index | None:
+def read_torch_file(source: SourcePath) -> Index | None:
     """Return the index of one file of ``torch.save``; None if the path is a folder, or another kind of file.
 
     Raises ``NotACheckpointError`` for a kind of file that is known but not read, ``FormatError`` and
     ``CorruptionError`` for a damaged file.
     """
-    if not place.name:
+    if not source.name:
         return None
     magic = bytearray(4)
     try:
-        if place.backend.stat(place.name).size < len(magic):
+        if source.backend.stat(source.name).size < len(magic):
             return None
-        place.backend.read_into(place.name, 0, magic)
+        source.backend.read_into(source.name, 0, magic)
     except KeyNotFoundError:
         return None
     if magic == _GGUF:
         raise NotACheckpointError(
-            f"{place.url} is a GGUF file of llama.cpp, whose quantized blocks are not read; use the safetensors files "
+            f"{source.url} is a GGUF file of llama.cpp, whose quantized blocks are not read; use the safetensors files "
             f"that it was converted from"
         )
     if magic != _ZIP:
         return None
-    builder = IndexBuilder(place.backend, "torch.save")
-    tree = TorchValues(builder).tree(read_archive(place.backend, place.name).value)
+    builder = IndexBuilder(source.backend, "torch.save")
+    tree = TorchValues(builder).tree(read_archive(source.backend, source.name).value)
     for section, part in sections_of(tree).items():
         builder.add_tree(section, part)
-    return builder.build(name=place.name, step=_step_of(tree))
+    return builder.build(name=source.name, step=_step_of(tree))
 
 
 def _step_of(tree: Any) -> int | None:

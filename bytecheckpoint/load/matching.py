@@ -13,7 +13,7 @@ from ..errors import MismatchError
 from ..format.values import MAPPINGS, path_name
 from ..format.values import Container as StoredContainer
 from ..frameworks.sections import Section
-from ..planners import Request
+from ..planners import BoxRequest
 from ..tensors.derived import is_derived
 from ..tensors.dtypes import is_lossless_cast, is_meaningful_cast
 from ..tensors.geometry import Box
@@ -59,10 +59,10 @@ class Match:
     faults: list[Fault] = field(default_factory=list)
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[BoxRequest]:
         """The requests as the planner of shared reads needs them; derived tensors are read alone, one after another."""
         pairs = [pair for pair in zip(self.rows, self.shards, strict=True) if not is_derived(pair[1].tensor)]
-        return [Request(row, shard.box, str(shard.tensor.dtype)) for row, shard in pairs]
+        return [BoxRequest(row, shard.box, str(shard.tensor.dtype)) for row, shard in pairs]
 
 
 def match_targets(checkpoint: OpenCheckpoint, targets: Sequence[Target], options: LoadRequest) -> Match:

@@ -13,7 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import Location
 from ..checkpoint.selection import Selection
 from ..errors import KeyNotFoundError, UsageError
-from ..foreign.place import open_parent
+from ..foreign.source_path import open_parent
 from ..frameworks.per_rank import OnResize
 from ..rules import Rules
 from ..runtime import DEFAULT_DEADLINE_S

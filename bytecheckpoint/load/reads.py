@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from ..control.base import Operation
-from ..engine.reading.reader import Reader
+from ..engine.reading.reader import ShardReader
 from ..engine.tensor_bytes import as_bytes, copy_elements
 from ..errors import StateError
 from ..tensors.derived import DerivedTensor, is_derived
 from ..tensors.geometry import Box
 from ..tensors.shards import Shard
-from .shared_reads.exchange import Part
+from .shared_reads.exchange import ReadRequest
 from .shared_reads.negotiation import Answer, ReadOffer
 from .shared_reads.run import PlannedReads, plan_reads, run_reads
 
@@ -41,7 +41,7 @@ class ReadCounts:
 
 
 def plan_shard_reads(
-    reader: Reader, rows: Sequence[int], shards: Sequence[Shard], offer: ReadOffer, answer: Answer
+    reader: ShardReader, rows: Sequence[int], shards: Sequence[Shard], offer: ReadOffer, answer: Answer
 ) -> ShardReads:
     """Plan to fill ``shards`` from the manifest's tensors ``rows``. Raises ``StateError`` for a meta shard."""
     direct = [(row, shard) for row, shard in zip(rows, shards, strict=True) if not is_derived(shard.tensor)]
@@ -50,7 +50,9 @@ def plan_shard_reads(
         if is_derived(shard.tensor):
             derived.setdefault(id(shard.tensor.whole), []).append((row, shard.box, shard.tensor))
     destinations = [_Destination(shard) for _, shard in direct]
-    parts = [Part(row, shard.box, place.memory) for (row, shard), place in zip(direct, destinations, strict=True)]
+    parts = [
+        ReadRequest(row, shard.box, place.memory) for (row, shard), place in zip(direct, destinations, strict=True)
+    ]
     return ShardReads(plan_reads(reader, parts, offer, answer), destinations, list(derived.values()))
 
 
@@ -64,7 +66,7 @@ def read_shards(op: Operation, reads: ShardReads) -> ReadCounts:
     for parts in reads.derived:
         whole = parts[0][2].whole
         buffer = _buffer(whole, sum(tensor.numel() for *_, tensor in parts))
-        alone = plan_reads(reader, [Part(row, box, tensor.view_of(buffer)) for row, box, tensor in parts])
+        alone = plan_reads(reader, [ReadRequest(row, box, tensor.view_of(buffer)) for row, box, tensor in parts])
         reader.read(alone.own)
         nbytes += alone.nbytes
         whole.assign(buffer)

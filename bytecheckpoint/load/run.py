@@ -24,7 +24,7 @@ from .report import LoadReport
 from .shared_reads.negotiation import make_offer
 from .stored import OpenCheckpoint, SectionReader
 
-__all__ = ["LoadPlan", "LoadRun"]
+__all__ = ["LoadRun", "PreparedLoad"]
 
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class LoadPlan:
+class PreparedLoad:
     """What a load will do, or the error of all ranks."""
 
     match: Match
@@ -95,7 +95,7 @@ class LoadRun:
             targets.append(Target(section, stored, target))
         return targets
 
-    def plan(self, checkpoint: OpenCheckpoint, targets: Sequence[Target]) -> LoadPlan:
+    def plan(self, checkpoint: OpenCheckpoint, targets: Sequence[Target]) -> PreparedLoad:
         """Match names, agree on the faults of all ranks, and plan the reads."""
         op, options, manifest = self.op, self.options, checkpoint.manifest
         match = match_targets(checkpoint, targets, options)
@@ -106,9 +106,9 @@ class LoadRun:
         accepted = match if verdict.mismatch is None else Match()
         reader = index.reader(self.engine, verify=options.verify, timings=self.timings)
         reads = plan_shard_reads(reader, accepted.rows, accepted.shards, offer, verdict.shared_reads)
-        return LoadPlan(match, verdict, reads)
+        return PreparedLoad(match, verdict, reads)
 
-    def read(self, plan: LoadPlan) -> ReadCounts:
+    def read(self, plan: PreparedLoad) -> ReadCounts:
         """Fill every tensor on every rank."""
         counts = read_shards(self.op, plan.reads)
         self.timings.count("read", counts.read)
@@ -124,7 +124,7 @@ class LoadRun:
             one.target.apply = _apply_nothing
 
     def report(
-        self, checkpoint: OpenCheckpoint, targets: Sequence[Target], plan: LoadPlan, counts: ReadCounts
+        self, checkpoint: OpenCheckpoint, targets: Sequence[Target], plan: PreparedLoad, counts: ReadCounts
     ) -> LoadReport:
         """Describe what was loaded."""
         context = targets[0].section.context  # all sections share its notes and its record of what was resumed

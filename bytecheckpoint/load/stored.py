@@ -19,7 +19,7 @@ from ..tensors.shards import Path, StoredSection
 from .names import RankChoices, TargetNames
 from .options import Fault, LoadRequest
 
-__all__ = ["OpenCheckpoint", "OpenSection", "SectionReader", "StoredTensor", "TensorSources"]
+__all__ = ["OpenCheckpoint", "OpenSection", "SectionReader", "TensorEntry", "TensorSources"]
 
 _ATOMS = (bool, int, float, str, type(None))
 
@@ -262,7 +262,7 @@ def _renamed_twice(section: str, one: str, other: str, name: str) -> StateError:
     )
 
 
-class StoredTensor(NamedTuple):
+class TensorEntry(NamedTuple):
     """A stored tensor: its full name in the checkpoint, its row, and its metadata."""
 
     name: str
@@ -280,7 +280,7 @@ class TensorSources:
     def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self._checkpoint = checkpoint
 
-    def master_of(self, section: str, fqn: str) -> StoredTensor | None:
+    def master_of(self, section: str, fqn: str) -> TensorEntry | None:
         """The master weight of a model's tensor; None if there is none.
 
         Raises ``MismatchError`` if several optimizers saved one.
@@ -296,7 +296,7 @@ class TensorSources:
             )
         return found[0] if found else None
 
-    def best_of(self, section: str, fqn: str) -> StoredTensor | None:
+    def best_of(self, section: str, fqn: str) -> TensorEntry | None:
         """What is stored of a model's tensor: its master weight, or else the tensor itself; None if neither is."""
         master = self.master_of(section, fqn)
         opened = self._checkpoint.sections.get(section)
@@ -304,13 +304,13 @@ class TensorSources:
         if master is not None or row is None:
             return master
         tensors = self._checkpoint.manifest.tensors
-        return StoredTensor(tensors.names[row], row, tensors.meta_of(row))
+        return TensorEntry(tensors.names[row], row, tensors.meta_of(row))
 
     @cached_property
-    def _masters(self) -> dict[tuple[str, str], list[StoredTensor]]:
+    def _masters(self) -> dict[tuple[str, str], list[TensorEntry]]:
         """All master weights, by the section of the model (empty if the name has it) and by the target's names."""
         manifest, names = self._checkpoint.manifest, self._checkpoint.names
-        found: dict[tuple[str, str], list[StoredTensor]] = {}
+        found: dict[tuple[str, str], list[TensorEntry]] = {}
         for section in manifest.sections:
             if section.kind != "optimizer":
                 continue
@@ -323,7 +323,7 @@ class TensorSources:
                 for row in rows:
                     full = manifest.tensors.names[row]
                     name = names.of_tensor(section.name, full[len(section.name) + 1 :])
-                    master = StoredTensor(full, row, manifest.tensors.meta_of(row))
+                    master = TensorEntry(full, row, manifest.tensors.meta_of(row))
                     found.setdefault((owner, name), []).append(master)
         return found
 

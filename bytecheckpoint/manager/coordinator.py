@@ -36,7 +36,7 @@ from ..session import Session
 from .options import Cadence, Preemption
 from .signals import SignalWatch
 
-__all__ = ["Call", "CoordinationRounds", "Decision", "RoundTimer", "SaveCoordinator", "SavesInFlight"]
+__all__ = ["CoordinationRounds", "Decision", "RoundTimer", "SaveCall", "SaveCoordinator", "SavesInFlight"]
 __all__ += ["agree_on_last_save"]
 
 _MAX_MESSAGE = 2000  # characters
@@ -205,7 +205,7 @@ class Decision(NamedTuple):
     metrics: dict[str, float]
 
 
-class Call(NamedTuple):
+class SaveCall(NamedTuple):
     """One call of ``save`` on this rank."""
 
     step: int
@@ -247,7 +247,7 @@ class SaveCoordinator:
         self._turn += 1
         return is_due or self._turn >= self._next_turn
 
-    def decide(self, op: Operation, call: Call, *, is_busy: bool) -> Decision:
+    def decide(self, op: Operation, call: SaveCall, *, is_busy: bool) -> Decision:
         """Exchange status and decision. Every rank raises ``DisagreementError`` if steps or turns differ."""
         packed = op.gather("coordinate", msgpack.packb(self._status(call, is_busy=is_busy)))
         response = None
@@ -273,7 +273,7 @@ class SaveCoordinator:
         """A save failed; the same step may be saved again."""
         self._last_step = None
 
-    def _status(self, call: Call, *, is_busy: bool) -> _RankStatus:
+    def _status(self, call: SaveCall, *, is_busy: bool) -> _RankStatus:
         received = self._signals.received
         number = next((number for number in self._preemption.signals if number in received), 0)
         grace_s = self._preemption.grace_s - (time.monotonic() - received[number]) if number else 0.0

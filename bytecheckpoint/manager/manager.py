@@ -40,7 +40,7 @@ from ..runtime.arguments import STEP, check_arguments, check_choice, deadline_of
 from ..save.handle import SaveHandle
 from ..save.options import SaveOptions, SaveRequest
 from .callbacks import CallbackRunner, Callbacks
-from .coordinator import Call, CoordinationRounds, Decision, SaveCoordinator, agree_on_last_save
+from .coordinator import CoordinationRounds, Decision, SaveCall, SaveCoordinator, agree_on_last_save
 from .housekeeping import Committed, Housekeeping, StepNames
 from .options import Cadence, ExceptionSave, JobOptions, Preemption, Retention, checked_job
 from .resources import ManagerResources
@@ -557,7 +557,7 @@ class CheckpointManager:
         with self._settling():
             with op.phase("check"):
                 check_arguments({"force": is_forced, "milestone": milestone})
-                call = Call(step, is_due, is_forced, _as_floats(metrics), milestone or "")
+                call = SaveCall(step, is_due, is_forced, _as_floats(metrics), milestone or "")
                 if self._resources.lease is not None:
                     self._resources.lease.raise_if_lost()
             in_flight = self._resources.in_flight

@@ -23,7 +23,7 @@ from ..engine.files import FileLayout
 from ..engine.merging.merge import MergeWork
 from ..errors import DisagreementError, PlanError
 from ..planners import CONTRIBUTION_BYTES, CachedPlan, PlanCache, pack_boxes
-from .local_state import Listing, LocalState
+from .local_state import LocalState, OrderedPlan
 from .selection import raise_unmatched
 
 __all__ = ["NewPlan", "Plans", "RankSummary", "SaveShare", "agree", "pack_parts", "unpack_parts"]
@@ -73,7 +73,7 @@ class SaveShare:
 class NewPlan:
     """No earlier plan holds. ``summaries`` are by rank, on rank 0; None on the others."""
 
-    listing: Listing
+    ordered: OrderedPlan
     summaries: Sequence[RankSummary] | None
 
 
@@ -95,14 +95,14 @@ class RankSummary(NamedTuple):
     replicas: bytes
 
     @classmethod
-    def of(cls, local: LocalState, listing: Listing, arguments: Mapping[str, str]) -> RankSummary:
+    def of(cls, local: LocalState, ordered: OrderedPlan, arguments: Mapping[str, str]) -> RankSummary:
         """Summarise what this rank holds."""
         return cls(
             msgpack.packb(dict(sorted(arguments.items()))),
-            xxhash.xxh3_128_digest(listing.table),
+            xxhash.xxh3_128_digest(ordered.table),
             xxhash.xxh3_128_digest(local.contents.tobytes()),
-            listing.plan.flat_coordinates().astype("<i4").tobytes(),
-            pack_boxes(listing.plan.own_boxes()),
+            ordered.plan.flat_coordinates().astype("<i4").tobytes(),
+            pack_boxes(ordered.plan.own_boxes()),
             msgpack.packb(local.unmatched),
             local.declared.checksum().to_bytes(CONTRIBUTION_BYTES, "little"),
         )
@@ -136,16 +136,16 @@ def agree(
         assert known is not None
         local.separate(known.separated)
         return SaveShare(attempt_name(verdict[1:]), known)
-    listing = local.list_items()
-    received = op.gather("summary", pack_parts(RankSummary.of(local, listing, arguments)))
+    ordered = local.order_plan()
+    received = op.gather("summary", pack_parts(RankSummary.of(local, ordered, arguments)))
     if received is None:
-        return NewPlan(listing, None)
+        return NewPlan(ordered, None)
     summaries = [RankSummary(*parts) for parts in unpack_parts(received)]
     if any(summary.arguments != summaries[0].arguments for summary in summaries):
         by_rank = [msgpack.unpackb(summary.arguments) for summary in summaries]
         raise DisagreementError(describe_disagreement("save", by_rank))
     raise_unmatched([msgpack.unpackb(summary.unmatched) for summary in summaries], local.names)
-    return NewPlan(listing, summaries)
+    return NewPlan(ordered, summaries)
 
 
 def _first_message(local: LocalState, arguments: Mapping[str, str], known: PlannedShare | None) -> bytes:

@@ -37,7 +37,7 @@ from .options import SaveRequest
 from .replicas import DeclaredReplicas, add_digests
 from .selection import full_names, select_sources, unmatched_options
 
-__all__ = ["Listing", "LocalState", "describe_state"]
+__all__ = ["LocalState", "OrderedPlan", "describe_state"]
 
 
 def describe_state(op: Operation, state: Mapping[str, Any], options: SaveRequest, *, seed: str) -> LocalState:
@@ -70,7 +70,7 @@ def describe_state(op: Operation, state: Mapping[str, Any], options: SaveRequest
 
 
 @dataclass(frozen=True, eq=False)
-class Listing:
+class OrderedPlan:
     """A rank's local plan.
 
     ``order`` maps the rows of the plan's shards to positions among all sections' shards; None if both are the same.
@@ -184,15 +184,15 @@ class LocalState:
         return stack_digests(digests)
 
     def separate(self, names: Sequence[str]) -> None:
-        """Mark the tensors with these full names as this rank's own. Call ``list_items`` again afterwards."""
+        """Mark the tensors with these full names as this rank's own. Call ``order_plan`` again afterwards."""
         for full in names:
             section, _, fqn = full.partition(".")
             if fqn in self._sources[section].metas:
                 self._sources[section].make_per_rank(fqn)
 
-    def list_items(self) -> Listing:
+    def order_plan(self) -> OrderedPlan:
         """Build this rank's local plan."""
-        builder = _ListingBuilder(self._sources, self._rank, must_match=self._must_match)
+        builder = _PlanBuilder(self._sources, self._rank, must_match=self._must_match)
         return builder.build(self._entries, self._kinds)
 
     def lay_out(self, assignment: Assignment, order: list[int] | None) -> list[FileLayout]:
@@ -258,7 +258,7 @@ def _shards_of(source: SectionSource) -> Iterator[Shard]:
             yield Shard(fqn, meta, Box.whole(meta.shape), torch.empty(meta.shape, dtype=torch_dtype(meta)))
 
 
-class _ListingBuilder:
+class _PlanBuilder:
     """Turns the tensors and shards of all sections into the columns of a ``LocalPlan``."""
 
     def __init__(self, sources: Mapping[str, SectionSource], rank: int, *, must_match: bool) -> None:
@@ -266,7 +266,7 @@ class _ListingBuilder:
         self._layouts: dict[MeshPlace, int] = {}
         self._derivable: dict[tuple[int, tuple[int, ...], tuple[Box, ...]], bool] = {}
 
-    def build(self, values: list[ValueEntry], kinds: list[tuple[str, str]]) -> Listing:
+    def build(self, values: list[ValueEntry], kinds: list[tuple[str, str]]) -> OrderedPlan:
         metas: list[tuple[str, str, BasicMeta]] = []
         is_own: list[bool] = []
         pinned: list[bool] = []
@@ -311,7 +311,7 @@ class _ListingBuilder:
             np.array(compared, np.bool_),
             np.array(must_match, np.bool_),
         )
-        return Listing(plan, None if order == list(range(len(order))) else order)
+        return OrderedPlan(plan, None if order == list(range(len(order))) else order)
 
     def _holding(self, shards: Sequence[Shard]) -> int:
         """Return how ranks of this layout hold a tensor, given the shards that this rank holds of it."""

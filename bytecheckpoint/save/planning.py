@@ -42,7 +42,7 @@ from ..planners import (
 )
 from ..version import HEADER_METADATA
 from .agreement import NewPlan, Plans, RankSummary, SaveShare, pack_parts, unpack_parts
-from .local_state import Listing, LocalState
+from .local_state import LocalState, OrderedPlan
 from .replicas import Contents, find_diverged, replica_error
 
 __all__ = ["PlanNegotiation", "plan_save"]
@@ -67,8 +67,8 @@ def plan_save(
         ReplicaMismatchError: Replicas differ.
         DisagreementError: Ranks were called with different arguments.
     """
-    listing = new.listing
-    negotiation = None if new.summaries is None else PlanNegotiation(local, listing, new.summaries, new_id)
+    ordered = new.ordered
+    negotiation = None if new.summaries is None else PlanNegotiation(local, ordered, new.summaries, new_id)
     separated: list[str] = []
     for _ in range(_MAX_ROUNDS):
         kind, *content = msgpack.unpackb(op.scatter("plan", None if negotiation is None else negotiation.messages()))
@@ -76,28 +76,28 @@ def plan_save(
             break
         if kind == _SEND:
             table, contents = content
-            reply: list[Any] = [listing.table if table else b"", local.contents.tobytes() if contents else b""]
+            reply: list[Any] = [ordered.table if table else b"", local.contents.tobytes() if contents else b""]
         elif kind == _SEND_DIGESTS:
             reply = [local.declared.pack()]
         else:
             (separated,) = content
             local.separate(separated)
-            listing = local.list_items()
-            reply = [*RankSummary.of(local, listing, {})]
+            ordered = local.order_plan()
+            reply = [*RankSummary.of(local, ordered, {})]
         received = op.gather("reply", pack_parts(reply))
         if negotiation is not None and received is not None:
-            negotiation.receive(unpack_parts(received), listing)
+            negotiation.receive(unpack_parts(received), ordered)
     else:
         raise PlanError(f"rank 0 had no plan after {_MAX_ROUNDS} rounds of messages")
     attempt_id, plan_id, nbytes, assignment_bytes, gather_bytes, checks = content
-    assignment = Assignment.from_bytes(assignment_bytes, listing.plan)
+    assignment = Assignment.from_bytes(assignment_bytes, ordered.plan)
     merge = None
     if gather_bytes:
-        gather = GatherShare.from_bytes(gather_bytes, listing.plan, op.world_size)
-        merge = MergeWork.of(gather, listing.plan, HEADER_METADATA)
+        gather = GatherShare.from_bytes(gather_bytes, ordered.plan, op.world_size)
+        merge = MergeWork.of(gather, ordered.plan, HEADER_METADATA)
     content_checks = ContentChecks.from_bytes(checks, op.rank, op.world_size, len(local.contents))
-    files = local.lay_out(assignment, listing.order)
-    planned = CachedPlan(plan_id, assignment, content_checks, nbytes, separated, listing.order, files, merge=merge)
+    files = local.lay_out(assignment, ordered.order)
+    planned = CachedPlan(plan_id, assignment, content_checks, nbytes, separated, ordered.order, files, merge=merge)
     if negotiation is not None:
         planned = replace(planned, plan=negotiation.plan, comparison=negotiation.comparison)
     if plan_id:
@@ -109,12 +109,12 @@ class PlanNegotiation:
     """Rank 0's side of planning: ``messages`` to all ranks, then ``receive`` their replies, until all have a share."""
 
     def __init__(
-        self, local: LocalState, listing: Listing, summaries: Sequence[RankSummary], new_id: Callable[[], bytes]
+        self, local: LocalState, ordered: OrderedPlan, summaries: Sequence[RankSummary], new_id: Callable[[], bytes]
     ) -> None:
         self._layout: Layout = local.layout
         self._new_id = new_id
         self._summaries = list(summaries)
-        self._tables = {summaries[0].table_digest: listing.plan.table()}
+        self._tables = {summaries[0].table_digest: ordered.plan.table()}
         self._contents = {summaries[0].contents_digest: local.contents}
         self._requests: list[tuple[bool, bool]] = []  # by rank, whether it sends its table, and its contents
         self._asks_for_digests = False
@@ -151,8 +151,8 @@ class PlanNegotiation:
                 return [msgpack.packb([_SEPARATE, names])] * len(self._summaries)
         return self._shares(self.comparison)
 
-    def receive(self, replies: Sequence[list[Any]], listing: Listing) -> None:
-        """Take the ranks' replies to the last messages. ``listing`` is rank 0's own, as it is now.
+    def receive(self, replies: Sequence[list[Any]], ordered: OrderedPlan) -> None:
+        """Take the ranks' replies to the last messages. ``ordered`` is rank 0's own, as it is now.
 
         Raises:
             ReplicaMismatchError: Declared replicas differ, and the save is asked to check them.
@@ -166,7 +166,7 @@ class PlanNegotiation:
             return
         if not any(map(any, self._requests)):
             self._summaries = [RankSummary(*reply) for reply in replies]
-            self._tables[self._summaries[0].table_digest] = listing.plan.table()
+            self._tables[self._summaries[0].table_digest] = ordered.plan.table()
             return
         for rank, (requested, summary, (table, contents)) in enumerate(
             zip(self._requests, self._summaries, replies, strict=True)

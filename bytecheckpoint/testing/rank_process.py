@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["THIRD_PARTY_WARNINGS", "Call", "FunctionReference", "load_function", "serve"]
+__all__ = ["THIRD_PARTY_WARNINGS", "FunctionReference", "RankCall", "load_function", "serve"]
 
 THIRD_PARTY_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # FSDP-1 and some of its strategies are deprecated by torch; this library still supports them.
@@ -61,7 +61,7 @@ class FunctionReference:
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """One call of a function on one rank. ``arguments`` is a pickled tuple, unpickled after the module is loaded."""
 
     function: FunctionReference
@@ -77,8 +77,8 @@ class Call:
 def serve(connection: Connection, output_file: str, stack_file: str, import_path: list[str]) -> None:
     """Serve calls until the parent process ends.
 
-    For each ``Call`` the rank sends ``("returned" | "raised", payload, text, at)`` and then, after it has destroyed its
-    process group, ``("idle", b"", "", at)``; ``at`` is ``time.monotonic()``, which all processes of a host share.
+    For each ``RankCall`` the rank sends ``("returned" | "raised", payload, text, at)`` and then, after it has destroyed
+    its process group, ``("idle", b"", "", at)``; ``at`` is ``time.monotonic()``, which all processes of a host share.
     A rank that has returned keeps its group until the parent reports that all other ranks have returned.
     """
     _prepare_process(output_file, stack_file, import_path)
@@ -156,7 +156,7 @@ def _prepare_process(output_file: str, stack_file: str, import_path: list[str]) 
 
 
 @contextlib.contextmanager
-def _fresh_surroundings(call: Call) -> Iterator[None]:
+def _fresh_surroundings(call: RankCall) -> Iterator[None]:
     """Set up the same environment for each call, and restore the process afterwards."""
     environment = dict(os.environ)
     folder = os.getcwd()
@@ -180,7 +180,7 @@ def _fresh_surroundings(call: Call) -> Iterator[None]:
         os.chdir(folder)
 
 
-def _answer(connection: Connection, call: Call) -> None:
+def _answer(connection: Connection, call: RankCall) -> None:
     import torch
 
     _reset_defaults()
@@ -223,7 +223,7 @@ def _reset_defaults() -> None:
     torch.manual_seed(0)
 
 
-def _init_process_group(call: Call) -> None:
+def _init_process_group(call: RankCall) -> None:
     import torch.distributed
     from torch._C._distributed_c10d import FileStore
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from .rank_process import Call, FunctionReference, load_function, serve
+from .rank_process import FunctionReference, RankCall, load_function, serve
 from .time_limits import time_limit
 
 __all__ = ["RankPool", "RanksFailed"]
@@ -152,7 +152,7 @@ class RankPool:
         try:
             store = self._start(size) / f"store-{next(self._counter)}"
             calls = [
-                Call(function, arguments, rank, size, backend, str(store), timeout_s, dict(env or {}))
+                RankCall(function, arguments, rank, size, backend, str(store), timeout_s, dict(env or {}))
                 for rank in range(size)
             ]
             results = self._run(calls, dict(expect_death or {}))
@@ -199,7 +199,7 @@ class RankPool:
 
         return self._folder
 
-    def _run(self, calls: Sequence[Call], expect_death: dict[int, int]) -> list[Any]:
+    def _run(self, calls: Sequence[RankCall], expect_death: dict[int, int]) -> list[Any]:
         function, timeout_s = calls[0].function, calls[0].timeout_s
         call = _OneCall(self._ranks[: len(calls)], expect_death, time.monotonic() + timeout_s, timeout_s)
         for rank, message in zip(call.ranks, calls, strict=True):

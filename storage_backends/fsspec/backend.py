@@ -51,7 +51,7 @@ from ..posix import map_os_error
 from ..remote.backend import Condition, Found, RemoteBackend
 from ..remote.failures import Failure, Meaning, OutOfRangeError, common_failure
 from ..remote.parts import Upload, part_bytes_for
-from ..remote.session import Session
+from ..remote.session import EndpointSession
 from .connection import Connection, connect, flush_to_device, reject_caches, temporary_path
 
 __all__ = ["FsspecBackend", "explain"]
@@ -108,7 +108,7 @@ def _is_unanswered(error: BaseException | None) -> bool:
     return False
 
 
-class FsspecBackend(RemoteBackend[Session]):
+class FsspecBackend(RemoteBackend[EndpointSession]):
     """Objects below a URL of an fsspec file system.
 
     The file system is created at the first use, for this backend alone, without caching of listings. A forked child
@@ -130,7 +130,7 @@ class FsspecBackend(RemoteBackend[Session]):
         """
         super().__init__(url)
         self._options, self._pid = options, os.getpid()
-        self._retries = Session(explain, repeats=False)
+        self._retries = EndpointSession(explain, repeats=False)
         self._idle: list[Connection] = []
         self._abandoned: list[Connection] = []
         reject_caches(url)
@@ -147,12 +147,19 @@ class FsspecBackend(RemoteBackend[Session]):
 
         return self._ask(f"opening {self.display_url}", lambda _: call_daemon(find))
 
-    async def _send_put(self, session: Session, key: str, content: memoryview, condition: Condition | None) -> str:
+    async def _send_put(
+        self, session: EndpointSession, key: str, content: memoryview, condition: Condition | None
+    ) -> str:
         await self._call(lambda connection: connection.put(key, bytes(content), if_absent=condition is not None))
         return ""  # fsspec does not return it
 
     async def _send_read(
-        self, session: Session, key: str, start: int, views: Sequence[memoryview], accept: Callable[[Found], None]
+        self,
+        session: EndpointSession,
+        key: str,
+        start: int,
+        views: Sequence[memoryview],
+        accept: Callable[[Found], None],
     ) -> Buffer:
         end = start + sum(map(len, views))
         try:
@@ -166,7 +173,9 @@ class FsspecBackend(RemoteBackend[Session]):
             raise OutOfRangeError(f"requested bytes [{start}, {end}), got {count} bytes; try again")
         return content
 
-    async def _send_get(self, session: Session, key: str, check_size: Callable[[int], None]) -> tuple[bytes, str]:
+    async def _send_get(
+        self, session: EndpointSession, key: str, check_size: Callable[[int], None]
+    ) -> tuple[bytes, str]:
         def get(connection: Connection) -> tuple[bytes, str]:
             info = connection.info(key)
             check_size(int(info["size"]))
@@ -178,14 +187,14 @@ class FsspecBackend(RemoteBackend[Session]):
 
         return await self._call(get)
 
-    async def _send_stat(self, session: Session, key: str) -> ObjectStat:
+    async def _send_stat(self, session: EndpointSession, key: str) -> ObjectStat:
         info = await self._call(lambda connection: connection.info(key))
         return ObjectStat(key, int(info["size"]), _version(info))
 
-    async def _send_delete(self, session: Session, key: str) -> None:
+    async def _send_delete(self, session: EndpointSession, key: str) -> None:
         await self._call(lambda connection: connection.delete(key))
 
-    def _upload(self, session: Session, action: str, key: str, size: int) -> Upload:
+    def _upload(self, session: EndpointSession, action: str, key: str, size: int) -> Upload:
         begun = call_daemon(lambda: _FsspecUpload(self._take(), key, size, self.deadline_s))
         return session.run(action, asyncio.wait_for(begun, self.deadline_s))
 
@@ -228,7 +237,7 @@ class FsspecBackend(RemoteBackend[Session]):
     def close(self) -> None:
         self._idle.clear()
 
-    def _session(self) -> Session:
+    def _session(self) -> EndpointSession:
         if self._pid != os.getpid():
             # Their event loops, sockets and locks belong to the parent. Finalizing them could hang, so keep them alive.
             self._pid, self._abandoned, self._idle = os.getpid(), [*self._abandoned, *self._idle], []

@@ -30,8 +30,8 @@ from ..keys import check_children_prefix, check_prefix, is_object_key
 from ..remote.backend import Condition, Found, RemoteBackend
 from ..remote.failures import Failure, Meaning, ShortReplyError, common_failure
 from ..remote.parts import PARTS_IN_FLIGHT, Upload, part_bytes_for
-from ..remote.session import Request, Session, Sessions
-from .places import SCHEMES, Place
+from ..remote.session import EndpointSession, Request, Sessions
+from .roots import SCHEMES, StoreRoot
 
 __all__ = ["ObstoreBackend", "explain", "is_inherited"]
 
@@ -80,8 +80,8 @@ def _meaning(error: BaseException, text: str, status: int) -> Meaning:
     return Meaning.UNANSWERED if isinstance(error, GenericError) and not status else Meaning.OTHER
 
 
-class Client(Session):
-    """The connection to one container. obstore repeats the requests of uploads and listings, ``Session`` all others.
+class ObstoreClient(EndpointSession):
+    """The connection to one container. obstore repeats the requests of uploads and listings, the session all others.
 
     Attributes:
         version_field: Which field of an object's metadata is its version.
@@ -89,17 +89,17 @@ class Client(Session):
         patient_store: The same, for uploads and listings.
     """
 
-    def __init__(self, place: Place, deadline_s: float) -> None:
+    def __init__(self, store_root: StoreRoot, deadline_s: float) -> None:
         super().__init__(explain)
-        self.version_field = "version" if place.store == "GCSStore" else "e_tag"
+        self.version_field = "version" if store_root.store == "GCSStore" else "e_tag"
         try_s = min(deadline_s, max(_LEAST_TRY_S, deadline_s / _TRIES))
 
         def open_store(retries: int, timeout_s: float) -> Any:
             timeouts = {"connect_timeout": timedelta(seconds=_CONNECT_S), "timeout": timedelta(seconds=timeout_s)}
-            return getattr(obstore.store, place.store)(
-                place.container,
-                config=dict(place.config),
-                client_options=timeouts | dict(place.client_options),
+            return getattr(obstore.store, store_root.store)(
+                store_root.container,
+                config=dict(store_root.config),
+                client_options=timeouts | dict(store_root.client_options),
                 retry_config={
                     "max_retries": retries,
                     "retry_timeout": timedelta(seconds=deadline_s),
@@ -114,7 +114,7 @@ class Client(Session):
         return meta[self.version_field] or ""
 
 
-class ObstoreBackend(RemoteBackend[Client]):
+class ObstoreBackend(RemoteBackend[ObstoreClient]):
     """Objects below ``gs://bucket/prefix`` or ``az://container/prefix``. Thread-safe.
 
     A forked child cannot use obstore if its parent has used it. There, the backend raises ``StorageError``, and
@@ -123,25 +123,25 @@ class ObstoreBackend(RemoteBackend[Client]):
 
     schemes: ClassVar[tuple[str, ...]] = tuple(sorted(SCHEMES))
 
-    def __init__(self, url: str, place: Place) -> None:
+    def __init__(self, url: str, store_root: StoreRoot) -> None:
         """Create a backend.
 
         Args:
             url: The root, for messages.
-            place: Where it is.
+            store_root: Where it is.
         """
         super().__init__(url)
-        self._place = place
-        self._root = f"{place.prefix}/" if place.prefix else ""
+        self._store_root = store_root
+        self._root = f"{store_root.prefix}/" if store_root.prefix else ""
 
     def endpoint(self) -> str:
-        config = self._place.config
+        config = self._store_root.config
         return without_userinfo(str(config.get("endpoint") or config.get("base_url") or ""))
 
     def conditions(self) -> Conditions:
         return Conditions(if_absent=True, if_version=True)
 
-    async def _send_put(self, client: Client, key: str, content: memoryview, condition: Condition | None) -> str:
+    async def _send_put(self, client: ObstoreClient, key: str, content: memoryview, condition: Condition | None) -> str:
         how: dict[str, Any] = {"use_multipart": False}
         if condition is not None:
             version = condition.version
@@ -154,7 +154,7 @@ class ObstoreBackend(RemoteBackend[Client]):
             }
         return client.version(await obstore.put_async(client.store, self._root + key, bytes(content), **how))
 
-    async def _marked(self, client: Client, key: str) -> tuple[str | None, str]:
+    async def _marked(self, client: ObstoreClient, key: str) -> tuple[str | None, str]:
         try:
             found = await obstore.get_async(client.store, self._root + key, options={"head": True})
         except FileNotFoundError:
@@ -162,7 +162,7 @@ class ObstoreBackend(RemoteBackend[Client]):
         return found.attributes.get(_MARK), client.version(found.meta)
 
     async def _send_read(
-        self, client: Client, key: str, start: int, views: Sequence[memoryview], accept: Callable[[Found], None]
+        self, client: ObstoreClient, key: str, start: int, views: Sequence[memoryview], accept: Callable[[Found], None]
     ) -> Buffer:
         span = (start, start + sum(map(len, views)))
         reply = await obstore.get_async(client.store, self._root + key, options={"range": span})
@@ -172,7 +172,7 @@ class ObstoreBackend(RemoteBackend[Client]):
             raise ShortReplyError(f"requested {span[1] - span[0]} bytes, the reply has {memoryview(content).nbytes}")
         return content
 
-    async def _send_get(self, client: Client, key: str, check_size: Callable[[int], None]) -> tuple[bytes, str]:
+    async def _send_get(self, client: ObstoreClient, key: str, check_size: Callable[[int], None]) -> tuple[bytes, str]:
         reply = await obstore.get_async(client.store, self._root + key)
         check_size(reply.meta["size"])
         content = bytes(await reply.bytes_async())
@@ -180,14 +180,14 @@ class ObstoreBackend(RemoteBackend[Client]):
             raise ShortReplyError(f"the reply has {len(content)} of {reply.meta['size']} bytes")
         return content, client.version(reply.meta)
 
-    async def _send_stat(self, client: Client, key: str) -> ObjectStat:
+    async def _send_stat(self, client: ObstoreClient, key: str) -> ObjectStat:
         meta = await obstore.head_async(client.store, self._root + key)
         return ObjectStat(key, meta["size"], client.version(meta))
 
-    async def _send_delete(self, client: Client, key: str) -> None:
+    async def _send_delete(self, client: ObstoreClient, key: str) -> None:
         await obstore.delete_async(client.store, self._root + key)
 
-    def _upload(self, client: Client, action: str, key: str, size: int) -> Upload:
+    def _upload(self, client: ObstoreClient, action: str, key: str, size: int) -> Upload:
         return _ObstoreUpload(client, self._root + key, part_bytes_for(size), self.deadline_s)
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
@@ -213,19 +213,19 @@ class ObstoreBackend(RemoteBackend[Client]):
         check_children_prefix(prefix)
         folder = self._root + prefix
 
-        async def send(client: Client) -> Any:
+        async def send(client: ObstoreClient) -> Any:
             return await obstore.list_with_delimiter_async(client.store, folder.rstrip("/") or None)
 
         found = self._ask(self._action("listing", prefix), send)
         paths = [meta["path"] for meta in found["objects"]] + [f"{path}/" for path in found["common_prefixes"]]
         return sorted(path[len(folder) :] for path in paths if is_object_key(path[len(self._root) :].rstrip("/")))
 
-    def _session(self) -> Client:
+    def _session(self) -> ObstoreClient:
         _OfProcess.check(self.display_url)
-        place, deadline_s = self._place, self.deadline_s
-        options = (place.store, place.container, place.config, place.client_options, deadline_s)
+        store_root, deadline_s = self._store_root, self.deadline_s
+        options = (store_root.store, store_root.container, store_root.config, store_root.client_options, deadline_s)
         try:
-            return _sessions.find(lambda: Client(place, deadline_s), *options)
+            return _sessions.find(lambda: ObstoreClient(store_root, deadline_s), *options)
         except Exception as error:
             raise StorageError(f"opening {self.display_url}: {explain(error).text}") from error
 
@@ -239,7 +239,7 @@ class _ObstoreUpload(Upload):
 
     in_order = True
 
-    def __init__(self, client: Client, path: str, part_bytes: int, deadline_s: float) -> None:
+    def __init__(self, client: ObstoreClient, path: str, part_bytes: int, deadline_s: float) -> None:
         self._part_bytes, self._deadline_s, self._last = part_bytes, deadline_s, b""
         self._lock, self._is_broken = asyncio.Lock(), False
         self._file: Any = obstore.open_writer_async(

@@ -2,7 +2,7 @@
 
 Small objects are one request: a conditional one where the caller asks for it. Large objects are uploads in parts, of
 which several are in flight (``PartsWriter``). A read is one ranged request, whose reply is checked against the range
-that was asked for. Nothing is looked up before it is read. ``Session`` repeats requests, and nothing else does.
+that was asked for. Nothing is looked up before it is read. ``EndpointSession`` repeats requests, and nothing else does.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..keys import check_key
 from ..writers import BufferedWriter
 from .failures import Meaning, ShortReplyError
 from .parts import PartsWriter, Upload
-from .session import Request, Session
+from .session import EndpointSession, Request
 
 __all__ = ["SINGLE_PUT_BYTES", "Condition", "Found", "RemoteBackend", "content_range"]
 
 _T = TypeVar("_T")
-_S = TypeVar("_S", bound=Session)
+_S = TypeVar("_S", bound=EndpointSession)
 
 SINGLE_PUT_BYTES = 8 << 20
 """The largest object that is buffered in memory and stored with one request."""

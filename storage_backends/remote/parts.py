@@ -19,9 +19,9 @@ from typing_extensions import Buffer
 from ...errors import StorageError
 from ..buffers import byte_view
 from ..writers import CheckedWriter
-from .session import Session
+from .session import EndpointSession
 
-__all__ = ["PARTS_IN_FLIGHT", "PART_BYTES", "PartsWriter", "Upload", "Window", "part_bytes_for", "window"]
+__all__ = ["PARTS_IN_FLIGHT", "PART_BYTES", "PartsWriter", "Upload", "UploadWindow", "part_bytes_for", "window"]
 
 PARTS_IN_FLIGHT = 8
 PART_BYTES = 16 << 20
@@ -36,7 +36,7 @@ def part_bytes_for(size: int) -> int:
     return max(PART_BYTES, -(-size // _MAX_PARTS))
 
 
-class Window:
+class UploadWindow:
     """Slots and buffers for the parts of all writers of a process. Thread-safe.
 
     Buffers are reused while there is a writer, because filling fresh memory costs several times as much as a copy into
@@ -115,18 +115,18 @@ class Window:
 class _OfProcess:
     """The window that all writers of a process share."""
 
-    window = Window()
+    window = UploadWindow()
 
     @classmethod
     def after_fork(cls) -> None:
         """Drop the memory of the parent, and a lock that one of its threads may have held."""
-        cls.window = Window()
+        cls.window = UploadWindow()
 
 
 os.register_at_fork(after_in_child=_OfProcess.after_fork)
 
 
-def window() -> Window:
+def window() -> UploadWindow:
     """Return the window that all writers of this process share."""
     return _OfProcess.window
 
@@ -165,7 +165,7 @@ class PartsWriter(CheckedWriter):
     confirmed it, and the object appears with ``complete``.
     """
 
-    def __init__(self, session: Session, action: str, upload: Upload, size: int, deadline_s: float) -> None:
+    def __init__(self, session: EndpointSession, action: str, upload: Upload, size: int, deadline_s: float) -> None:
         super().__init__(action, size)
         self._session, self._upload, self._deadline_s = session, upload, deadline_s
         self._part_bytes, self._window = part_bytes_for(size), window()

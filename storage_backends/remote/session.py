@@ -27,10 +27,10 @@ from fsspec.utils import tokenize
 from ...errors import StorageError, UnansweredError, hide_userinfo
 from .failures import Failure, Meaning, storage_error
 
-__all__ = ["Request", "Session", "Sessions"]
+__all__ = ["EndpointSession", "Request", "Sessions"]
 
 _T = TypeVar("_T")
-_S = TypeVar("_S", bound="Session")
+_S = TypeVar("_S", bound="EndpointSession")
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Request:
     try_s: float | None = None
 
 
-class Session:
+class EndpointSession:
     """Sends requests of one endpoint until they succeed. Its coroutines run on fsspec's event loop.
 
     ``explain`` returns what an error means. If not ``repeats``, every request is sent once, and has the whole deadline.
@@ -223,8 +223,8 @@ class Sessions:
     def __init__(self, *variables: str) -> None:
         self._variables = variables
         self._lock = threading.Lock()
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._abandoned: list[Session] = []
+        self._sessions: OrderedDict[str, EndpointSession] = OrderedDict()
+        self._abandoned: list[EndpointSession] = []
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:

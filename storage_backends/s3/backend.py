@@ -15,7 +15,7 @@ from ..base import Conditions, IncompleteUpload, ObjectStat, PartWriter
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
 from ..remote.backend import SINGLE_PUT_BYTES, Condition, Found, RemoteBackend, content_range
 from ..remote.failures import ShortReplyError
-from .client import MARK, Body, Client, PutRules, body_of, client_for
+from .client import MARK, Body, PutRules, S3Client, body_of, client_for
 from .replies import explain
 from .uploads import S3PartWriter, S3Upload, end_upload
 
@@ -28,7 +28,7 @@ _NEXT_PAGE = {
 """Which values of a page are the arguments of the request for the next one."""
 
 
-class S3Backend(RemoteBackend[Client]):
+class S3Backend(RemoteBackend[S3Client]):
     """Objects below ``s3://bucket/prefix``. Thread-safe, and usable in forked children."""
 
     schemes: ClassVar[tuple[str, ...]] = ("s3", "s3a")
@@ -57,11 +57,11 @@ class S3Backend(RemoteBackend[Client]):
         client = self._session()
         return client.run(f"opening {self.display_url}", self._put_rules(client)).conditions
 
-    async def _put_rules(self, client: Client) -> PutRules:
+    async def _put_rules(self, client: S3Client) -> PutRules:
         address = self._address(client, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
         return await client.put_rules(address, self.deadline_s)
 
-    async def _send_put(self, client: Client, key: str, content: memoryview, condition: Condition | None) -> str:
+    async def _send_put(self, client: S3Client, key: str, content: memoryview, condition: Condition | None) -> str:
         arguments: dict[str, Any] = {}
         if condition is not None:
             version = condition.version
@@ -72,11 +72,11 @@ class S3Backend(RemoteBackend[Client]):
         reply = await client.call("put_object", **self._address(client, key), Body=Body(content), **arguments)
         return str(reply.get("ETag", ""))
 
-    async def _marked(self, client: Client, key: str) -> tuple[str | None, str]:
+    async def _marked(self, client: S3Client, key: str) -> tuple[str | None, str]:
         return await client.mark_of(self._address(client, key))
 
     async def _send_read(
-        self, client: Client, key: str, start: int, views: Sequence[memoryview], accept: Callable[[Found], None]
+        self, client: S3Client, key: str, start: int, views: Sequence[memoryview], accept: Callable[[Found], None]
     ) -> None:
         span = f"bytes={start}-{start + sum(map(len, views)) - 1}"
         reply = await client.call("get_object", **self._address(client, key), Range=span)
@@ -84,7 +84,7 @@ class S3Backend(RemoteBackend[Client]):
             accept(Found(*content_range(reply.get("ContentRange"), int(reply["ContentLength"])), reply.get("ETag", "")))
             await body.fill(views)
 
-    async def _send_get(self, client: Client, key: str, check_size: Callable[[int], None]) -> tuple[bytes, str]:
+    async def _send_get(self, client: S3Client, key: str, check_size: Callable[[int], None]) -> tuple[bytes, str]:
         reply = await client.call("get_object", **self._address(client, key))
         async with aclosing(body_of(reply)) as body:
             check_size(int(reply["ContentLength"]))
@@ -93,14 +93,14 @@ class S3Backend(RemoteBackend[Client]):
             raise ShortReplyError(f"the reply has {len(content)} of {reply['ContentLength']} bytes")
         return content, str(reply.get("ETag", ""))
 
-    async def _send_stat(self, client: Client, key: str) -> ObjectStat:
+    async def _send_stat(self, client: S3Client, key: str) -> ObjectStat:
         found = await client.call("head_object", **self._address(client, key))
         return ObjectStat(key, int(found["ContentLength"]), str(found.get("ETag", "")))
 
-    async def _send_delete(self, client: Client, key: str) -> None:
+    async def _send_delete(self, client: S3Client, key: str) -> None:
         await client.call("delete_object", **self._address(client, key))
 
-    def _upload(self, client: Client, action: str, key: str, size: int) -> S3Upload:
+    def _upload(self, client: S3Client, action: str, key: str, size: int) -> S3Upload:
         return S3Upload(client, action, self._address(client, key), self.deadline_s)
 
     def create_parts(self, key: str, size: int, *, token: str = "") -> PartWriter:
@@ -166,13 +166,13 @@ class S3Backend(RemoteBackend[Client]):
         if uploads:
             client.run(f"ending uploads in {self.display_url}", self._each(uploads, end))
 
-    def _session(self) -> Client:
+    def _session(self) -> S3Client:
         try:
             return client_for(self._options)
         except Exception as error:
             raise StorageError(f"opening {self.display_url}: {explain(error).text}") from error
 
-    def _address(self, client: Client, key: str) -> dict[str, str]:
+    def _address(self, client: S3Client, key: str) -> dict[str, str]:
         bucket, root = client.split(self._url)
         return {"Bucket": bucket, "Key": f"{root}/{key}" if root else key}
 

@@ -27,11 +27,11 @@ from botocore.utils import get_environ_proxies
 from ...errors import without_userinfo
 from ..base import Conditions
 from ..remote.failures import Meaning, ShortReplyError
-from ..remote.session import Request, Session, Sessions
+from ..remote.session import EndpointSession, Request, Sessions
 from ..remote.transport import Connections, Reply
 from .replies import code_of, explain, is_missing
 
-__all__ = ["MARK", "Body", "Client", "PutRules", "StreamedBody", "body_of", "client_for", "is_known_endpoint"]
+__all__ = ["MARK", "Body", "PutRules", "S3Client", "StreamedBody", "body_of", "client_for", "is_known_endpoint"]
 
 MARK = "bcp-put"
 """Metadata by which a writer recognizes an object that it has stored, also when the reply was lost."""
@@ -173,7 +173,7 @@ def is_known_endpoint(url: str) -> bool:
     return (urlsplit(url).hostname or "").endswith(_KNOWN_HOSTS)
 
 
-class Client(Session):
+class S3Client(EndpointSession):
     """Sends requests through s3fs's own client. Thread-safe; unusable in a forked child."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -343,6 +343,6 @@ async def _probe(send: Callable[..., Awaitable[Any]], address: dict[str, str], e
 _sessions = Sessions("AWS_", "FSSPEC_S3")
 
 
-def client_for(options: dict[str, Any]) -> Client:
+def client_for(options: dict[str, Any]) -> S3Client:
     """Return the client for an endpoint and credentials; a new one after a fork. Raises what s3fs raises."""
-    return _sessions.find(lambda: Client(options), options)
+    return _sessions.find(lambda: S3Client(options), options)

@@ -17,7 +17,7 @@ from ..base import PartWriter
 from ..buffers import byte_view
 from ..remote.parts import Upload, part_bytes_for, window
 from ..remote.session import Request
-from .client import MARK, Body, Client
+from .client import MARK, Body, S3Client
 from .replies import code_of
 
 __all__ = ["S3PartWriter", "S3Upload"]
@@ -34,7 +34,7 @@ class S3Upload(Upload):
     ``mark`` is in the metadata of the object, so that a writer recognizes its own when the reply was lost.
     """
 
-    def __init__(self, client: Client, action: str, address: dict[str, str], deadline_s: float) -> None:
+    def __init__(self, client: S3Client, action: str, address: dict[str, str], deadline_s: float) -> None:
         self._client, self._action, self._address, self._deadline_s = client, action, address, deadline_s
         self.mark = secrets.token_hex(16)
         self._begun: asyncio.Future[str] | None = None  # used on the event loop only
@@ -96,7 +96,7 @@ class S3Upload(Upload):
             await end_upload(self._client, self._action, self._address, self._begun.result(), _LEAST_S)
 
 
-async def end_upload(client: Client, action: str, address: dict[str, str], upload: str, deadline_s: float) -> None:
+async def end_upload(client: S3Client, action: str, address: dict[str, str], upload: str, deadline_s: float) -> None:
     """End an upload without an object. One that has ended is not an error."""
     with suppress(KeyNotFoundError):
         await client.repeat(
@@ -108,7 +108,7 @@ class S3PartWriter(PartWriter):
     """Stores parts of an upload whose id, part size and mark are in its token."""
 
     def __init__(
-        self, client: Client, action: str, address: dict[str, str], size: int, deadline_s: float, *, token: str
+        self, client: S3Client, action: str, address: dict[str, str], size: int, deadline_s: float, *, token: str
     ) -> None:
         found = _TOKEN.fullmatch(token)
         if token and found is None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import scale_delivery
 from benchmarks.delivery_links import AGREEMENT_S, BUCKET, PER_BUCKET_S, Composition, Machine, broadcast, slices
 from benchmarks.scale_delivery import bytes_per_gpu, grids, simulate, with_tables
-from bytecheckpoint.inference.layouts.parts import Part
+from bytecheckpoint.inference.layouts.parts import TensorBox
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 
@@ -24,8 +24,8 @@ _GB = 10**9
 _MACHINE = Machine("round", 50 * _GB, 400 * _GB, 40 * _GB, 1000 * _GB, 500 * _GB, 1.0, 1.0, 1.0, 1.0)
 
 
-def _part(name: str, shape: tuple[int, ...], box: Box) -> Part:
-    return Part(name, shape, box, BYTE)
+def _part(name: str, shape: tuple[int, ...], box: Box) -> TensorBox:
+    return TensorBox(name, shape, box, BYTE)
 
 
 def test_parts_are_classified() -> None:

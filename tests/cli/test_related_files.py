@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import bytecheckpoint as bcp
-from bytecheckpoint.convert.export import Part, export_safetensors
+from bytecheckpoint.convert.export import ExportedBox, export_safetensors
 from bytecheckpoint.convert.importing import import_checkpoint
 from bytecheckpoint.errors import KeyExistsError, NameCollisionError, NameNotFoundError
 from bytecheckpoint.tensors.geometry import Box
@@ -90,7 +90,7 @@ def test_parts_of_stacked_tensors(tmp_path: Path) -> None:
     bcp.save(tmp_path / "c", {"model": {"experts": {"w": stacked}, "a": torch.ones(2)}})
     half = 700_001
     parts = {
-        f"{number}.{name}": Part("experts.w", Box((number, start, 0), (1, half, 2)), (half, 2))
+        f"{number}.{name}": ExportedBox("experts.w", Box((number, start, 0), (1, half, 2)), (half, 2))
         for number in range(3)
         for name, start in (("gate", 0), ("up", half))
     }
@@ -105,8 +105,10 @@ def test_parts_of_stacked_tensors(tmp_path: Path) -> None:
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor.float()), name
     with pytest.raises(NameNotFoundError, match=r"parts of experts\.v"):
-        export_safetensors(checkpoint, str(tmp_path / "x"), parts={"p": Part("experts.v", Box((0,), (1,)), (1,))})
+        export_safetensors(
+            checkpoint, str(tmp_path / "x"), parts={"p": ExportedBox("experts.v", Box((0,), (1,)), (1,))}
+        )
     with pytest.raises(NameCollisionError, match="a"):
         export_safetensors(
-            checkpoint, str(tmp_path / "x"), parts={"a": Part("experts.w", Box((0, 0, 0), (1, 1, 2)), (1, 2))}
+            checkpoint, str(tmp_path / "x"), parts={"a": ExportedBox("experts.w", Box((0, 0, 0), (1, 1, 2)), (1, 2))}
         )

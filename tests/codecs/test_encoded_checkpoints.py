@@ -33,7 +33,7 @@ from bytecheckpoint.convert.copy import copy
 from bytecheckpoint.engine.checksums import ChunkHasher
 from bytecheckpoint.engine.encoding import ChunkEncoder, EncodedPiece
 from bytecheckpoint.engine.files import FileImage
-from bytecheckpoint.engine.reading.reader import Reader, ReadPart
+from bytecheckpoint.engine.reading.reader import ReadPart, ShardReader
 from bytecheckpoint.engine.resources import IOEngine
 from bytecheckpoint.errors import (
     CheckpointError,
@@ -125,7 +125,7 @@ def test_a_slice_reads_only_its_frames(saved: Path) -> None:
     shard = manifest.shards_of(row).start
     out = torch.zeros(10, dtype=torch.int64)
     with closing(IOEngine()) as engine:
-        Reader(backend, manifest, engine.io).read([ReadPart(shard, Box((9000,), (10,)), out)])
+        ShardReader(backend, manifest, engine.io).read([ReadPart(shard, Box((9000,), (10,)), out)])
     assert out.tolist() == list(range(9000, 9010))
     head = int(manifest.files.head_length[int(manifest.shard_file[shard])])
     sizes = [call.size for call in backend.matching(key="*.frames") if call.operation.startswith("read")]

@@ -20,7 +20,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.manifest_file import read_manifest
 from bytecheckpoint.engine.reading import fetch
 from bytecheckpoint.engine.reading.bounce import BouncePool
-from bytecheckpoint.engine.reading.reader import Reader, ReadPart
+from bytecheckpoint.engine.reading.reader import ReadPart, ShardReader
 from bytecheckpoint.errors import CorruptionError
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.local import objects as local_objects
@@ -135,7 +135,7 @@ def test_any_parts_into_any_memory(
 ) -> None:
     backend = _open(saved / str(chunk), read_path, size)
     manifest = read_manifest(backend)
-    reader = Reader(backend, manifest, pool, bounce_pool=BouncePool(8 * size), verify=verify)
+    reader = ShardReader(backend, manifest, pool, bounce_pool=BouncePool(8 * size), verify=verify)
     parts = []
     for name, box, kind in requests:
         row = manifest.tensor_row(f"model.{name}")
@@ -157,7 +157,7 @@ def test_parts_in_one_chunk_share_its_read(saved: Path, pool: ThreadPoolExecutor
     row = manifest.tensor_row("model.matrix")
     assert row is not None
     shard = manifest.shards_of(row).start
-    reader = Reader(backend, manifest, pool)
+    reader = ShardReader(backend, manifest, pool)
     rows = [torch.zeros(1, 50) for _ in range(70)]
     reader.read([ReadPart(shard, Box((i, 0), (1, 50)), out) for i, out in enumerate(rows)])
     assert torch.equal(torch.cat(rows), _TENSORS["matrix"])
@@ -190,8 +190,10 @@ def test_a_changed_byte_is_found_on_every_path(
         if chunk == 3 and box.lengths[1] == 1:
             continue  # the column does not need the damaged chunk
         with pytest.raises(CorruptionError, match=rf"model\.matrix .*bytes \[{low}, {high}\)"):
-            Reader(damaged, manifest, pool).read([ReadPart(shard, box, memory)])
-    Reader(damaged, manifest, pool, verify=False).read([ReadPart(shard, Box((0, 0), (33, 50)), torch.zeros(33, 50))])
+            ShardReader(damaged, manifest, pool).read([ReadPart(shard, box, memory)])
+    ShardReader(damaged, manifest, pool, verify=False).read(
+        [ReadPart(shard, Box((0, 0), (33, 50)), torch.zeros(33, 50))]
+    )
 
 
 def test_the_error_for_a_truncated_file_names_the_missing_tensor(
@@ -213,7 +215,7 @@ def test_the_error_for_a_truncated_file_names_the_missing_tensor(
         dtype = _SHAPES[manifest.tensors.names[int(manifest.shards.tensor[row])].removeprefix("model.")][0]
         parts.append(ReadPart(row, box, torch.zeros(box.lengths, dtype=dtype)))
     with pytest.raises(CorruptionError, match=rf"{tensor} .*the file has {len(content)} bytes"):
-        Reader(damaged, manifest, pool).read(parts)
+        ShardReader(damaged, manifest, pool).read(parts)
 
 
 def test_nothing_outlives_a_read(saved: Path, pool: ThreadPoolExecutor) -> None:
@@ -228,7 +230,7 @@ def test_nothing_outlives_a_read(saved: Path, pool: ThreadPoolExecutor) -> None:
     gc.disable()
     try:
         bounce_pool = BouncePool()
-        reader = Reader(backend, manifest, pool, bounce_pool=bounce_pool)
+        reader = ShardReader(backend, manifest, pool, bounce_pool=bounce_pool)
         reader.read([ReadPart(manifest.shards_of(row).start, Box.whole((70, 50)), out)])
         del out
         assert gone() is None

@@ -88,7 +88,7 @@ def _real(rank: int, world_size: int, layout: Layout, recipe: Recipe) -> tuple[l
         )
         sources = {section.name: section.capture() for section in sections}
         local = LocalState(sections, sources, rank=rank, world_size=world_size, options=SaveRequest())
-        return _params(job), _held(local.list_items().plan)
+        return _params(job), _held(local.order_plan().plan)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from bytecheckpoint.checkpoint.index import Index, decode_index, encode_index
 from bytecheckpoint.engine.reading.checks import combine_crc32
 from bytecheckpoint.engine.resources import IOEngine
 from bytecheckpoint.errors import CorruptionError, FormatError, NameCollisionError, UnsupportedTensorError
-from bytecheckpoint.foreign.building import IndexBuilder, Piece, StoredLeaf, contiguous_boxes
+from bytecheckpoint.foreign.building import IndexBuilder, StoredBox, StoredLeaf, contiguous_boxes
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.shards import basic_meta
@@ -42,8 +42,8 @@ def test_pieces_of_several_files_form_tensors(tmp_path: Path) -> None:
     builder = IndexBuilder(open_backend(str(tmp_path)), "a test")
     first, second = builder.add_file("a.bin", 34), builder.add_file("b.bin", 67)
     meta = basic_meta(tensor.dtype, tensor.shape)
-    builder.add_tensor("model", "w", StoredLeaf(meta, [Piece(Box((0, 2), (4, 4)), second, 0)]))
-    builder.add_tensor("model", "w", StoredLeaf(meta, [Piece(Box((0, 0), (4, 2)), first, 2)]))
+    builder.add_tensor("model", "w", StoredLeaf(meta, [StoredBox(Box((0, 2), (4, 4)), second, 0)]))
+    builder.add_tensor("model", "w", StoredLeaf(meta, [StoredBox(Box((0, 0), (4, 2)), first, 2)]))
     builder.add_alias("model", "tied", "w")
     builder.add_value("extra_state", ("step",), 7)
     index = _sent(builder.build(step=7, world_size=2))
@@ -110,12 +110,12 @@ def test_a_tree_is_named_as_a_save_names_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        (Piece(Box((0,), (4,)), 0, 12), "outside its 16 bytes"),
-        (Piece(Box((0,), (3,)), 0, 0), "do not cover it exactly"),
-        (Piece(Box((1,), (4,)), 0, 0), "is not inside tensor"),
+        (StoredBox(Box((0,), (4,)), 0, 12), "outside its 16 bytes"),
+        (StoredBox(Box((0,), (3,)), 0, 0), "do not cover it exactly"),
+        (StoredBox(Box((1,), (4,)), 0, 0), "is not inside tensor"),
     ],
 )
-def test_wrong_pieces_are_refused(tmp_path: Path, piece: Piece, message: str) -> None:
+def test_wrong_pieces_are_refused(tmp_path: Path, piece: StoredBox, message: str) -> None:
     builder, _ = _written(tmp_path, bytes(16))
     builder.add_tensor("model", "v", StoredLeaf(basic_meta(torch.float32, (4,)), [piece]))
     with pytest.raises(FormatError, match=message):

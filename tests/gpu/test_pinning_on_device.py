@@ -14,7 +14,7 @@ import torch
 from bytecheckpoint.engine.blocks import Block
 from bytecheckpoint.errors import StateError
 from bytecheckpoint.inference.push.ipc.engine import CudaBuckets
-from bytecheckpoint.inference.push.transports.shared_memory import Arena
+from bytecheckpoint.inference.push.transports.shared_memory import SharedArena
 from bytecheckpoint.testing import time_limit
 
 pytestmark = pytest.mark.gpu
@@ -70,7 +70,7 @@ def test_an_error_of_pinning_does_not_remain() -> None:
 
 def test_an_arena_is_pinned() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    arena = Arena(100_000, device)
+    arena = SharedArena(100_000, device)
     memory, target = arena.memory, torch.zeros(100_000, dtype=torch.uint8, device=device)
     assert memory.is_pinned()
     memory.fill_(3)

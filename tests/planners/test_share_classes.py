@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.planners import (
+    BoxRequest,
     ClassSummary,
-    Request,
     RequestClass,
     classify_requests,
     find_rings,
@@ -27,12 +27,12 @@ TENSORS = TensorTable.build([("model", name, BasicMeta(F32, shape)) for name, sh
 STORED = BoxTable.build([(row, Box.whole(shape)) for row, shape in enumerate(SHAPES.values())])
 
 
-def part(name: str, axis: int, parts: int, number: int) -> Request:
+def part(name: str, axis: int, parts: int, number: int) -> BoxRequest:
     lengths = [*SHAPES[name]]
     lengths[axis] //= parts
     offsets = [0] * len(lengths)
     offsets[axis] = number * lengths[axis]
-    return Request(NAMES.index(name), Box(tuple(offsets), tuple(lengths)), "f32")
+    return BoxRequest(NAMES.index(name), Box(tuple(offsets), tuple(lengths)), "f32")
 
 
 def tensor_parallel(number: int, parts: int) -> list[RequestClass]:
@@ -47,7 +47,7 @@ def test_stripes_tile_their_frame(data: st.DataObject) -> None:
     lengths = tuple(data.draw(st.integers(1, size)) for size in shape)
     offsets = tuple(data.draw(st.integers(0, size - length)) for size, length in zip(shape, lengths))
     box = Box(offsets, lengths)
-    stripe = find_stripe(Request(0, box, ""), shape, 4)
+    stripe = find_stripe(BoxRequest(0, box, ""), shape, 4)
     if stripe is None:
         return
     assert stripe.box_of(stripe.number) == box
@@ -62,14 +62,14 @@ def test_what_lies_together_or_in_long_runs_is_no_stripe() -> None:
     assert find_stripe(part("up", 0, 4, 1), SHAPES["up"], 4) is None
     assert find_stripe(part("norm", 0, 4, 1), SHAPES["norm"], 4) is None
     assert find_stripe(part("experts", 0, 4, 1), SHAPES["experts"], 4) is None
-    assert find_stripe(Request(0, Box((0, 1 << 20), (8, 1 << 20)), ""), (8, 1 << 22), 4) is None
-    assert find_stripe(Request(0, Box((3, 16), (1, 16)), ""), (8, 32), 4) is None, "one row"
+    assert find_stripe(BoxRequest(0, Box((0, 1 << 20), (8, 1 << 20)), ""), (8, 1 << 22), 4) is None
+    assert find_stripe(BoxRequest(0, Box((3, 16), (1, 16)), ""), (8, 32), 4) is None, "one row"
 
 
 def test_uneven_parts_are_no_stripes() -> None:
-    assert find_stripe(Request(0, Box((0, 0), (8, 11)), ""), (8, 32), 4) is None
-    assert find_stripe(Request(0, Box((0, 8), (8, 16)), ""), (8, 32), 4) is None
-    assert find_stripe(Request(0, Box((0, 8), (8, 1)), ""), (8, 32), 4) is None, "too many"
+    assert find_stripe(BoxRequest(0, Box((0, 0), (8, 11)), ""), (8, 32), 4) is None
+    assert find_stripe(BoxRequest(0, Box((0, 8), (8, 16)), ""), (8, 32), 4) is None
+    assert find_stripe(BoxRequest(0, Box((0, 8), (8, 1)), ""), (8, 32), 4) is None, "too many"
 
 
 def test_tensor_parallel_ranks_scatter_what_is_cut_by_columns_and_pass_on_replicas() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from bytecheckpoint.planners import (
+    BoxRequest,
     ClassSummary,
-    Request,
     SharedPart,
     classify_requests,
     find_rings,
@@ -128,8 +128,8 @@ def test_one_huge_row_is_dealt_out():
     assert max(sizes) == min(sizes) == 1 << 29
 
 
-def requests_of(rows: list[int]) -> list[Request]:
-    return [Request(row, Box.whole(SHAPES[row]), "torch.float32") for row in rows]
+def requests_of(rows: list[int]) -> list[BoxRequest]:
+    return [BoxRequest(row, Box.whole(SHAPES[row]), "torch.float32") for row in rows]
 
 
 def test_classes_do_not_depend_on_the_order_of_requests():
@@ -142,14 +142,14 @@ def test_classes_do_not_depend_on_the_order_of_requests():
 
 def test_different_requests_have_different_classes():
     base = requests_of([0, 1])
-    half = [Request(0, Box((0, 0), (32, 32)), "torch.float32"), base[1]]
-    other_half = [Request(0, Box((32, 0), (32, 32)), "torch.float32"), base[1]]
+    half = [BoxRequest(0, Box((0, 0), (32, 32)), "torch.float32"), base[1]]
+    other_half = [BoxRequest(0, Box((32, 0), (32, 32)), "torch.float32"), base[1]]
 
     def digests(requests, salt="a"):
         return {found.summary.digest for found in classify_requests(TENSORS, STORED, requests, salt=salt, min_bytes=1)}
 
     assert not digests(base) & digests(base, salt="b")
-    assert not digests(base) & digests([Request(0, base[0].box, "torch.bfloat16"), base[1]])
+    assert not digests(base) & digests([BoxRequest(0, base[0].box, "torch.bfloat16"), base[1]])
     assert len(digests(half)) == 2
     assert len(digests(half) & digests(other_half)) == 1, "replicated tensors are still equal"
     assert digests([*base, base[0]]) == digests(base), "a want twice is shared once"

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from bytecheckpoint.errors import EngineError
-from bytecheckpoint.inference.push.transports.shared_memory import Arena
+from bytecheckpoint.inference.push.transports.shared_memory import SharedArena
 
 
 def test_its_file_descriptor_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,6 +22,6 @@ def test_its_file_descriptor_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     monkeypatch.setattr(os, "close", lambda descriptor: (closed.append(descriptor), close(descriptor)))
     with pytest.raises(EngineError, match=r"no memory for an arena of 1,000 bytes \(No space left on device\)"):
-        Arena(1000)
+        SharedArena(1000)
     monkeypatch.undo()
     assert len(closed) == 1

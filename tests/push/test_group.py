@@ -33,7 +33,7 @@ from bytecheckpoint.frameworks.digests import digest_on_device
 from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.inference.push import pusher as pusher_module
 from bytecheckpoint.inference.push.memory import STREAMED
-from bytecheckpoint.inference.push.transports.base import Place, TransportBroken, word_digest
+from bytecheckpoint.inference.push.transports.base import ChunkTarget, TransportBroken, word_digest
 from bytecheckpoint.inference.push.transports.group import GroupRendezvous, join_group
 from bytecheckpoint.inference.push.transports.group_transport import GroupTransport
 from bytecheckpoint.testing import time_limit
@@ -241,7 +241,9 @@ def test_both_ends_must_use_the_same_digest(engine: ToyEngine, monkeypatch: pyte
     """A worker that uses the host digest refuses a sender that uses the device digest."""
     write = GroupTransport.write
 
-    def with_device_digest(self: GroupTransport, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
+    def with_device_digest(
+        self: GroupTransport, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int
+    ) -> None:
         write(self, places, data, word_digest(data))
 
     monkeypatch.setattr(GroupTransport, "write", with_device_digest)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from bytecheckpoint.inference.layouts.parts import Part
+from bytecheckpoint.inference.layouts.parts import TensorBox
 from bytecheckpoint.inference.push.layout import Layout, Waves, Write, align
 from bytecheckpoint.inference.push.transports.group_transport import plan_receptions
 from bytecheckpoint.tensors.dtypes import find_dtype
@@ -67,7 +67,7 @@ class World:
 
 
 def _layout(sizes: list[int]) -> Layout:
-    parts = tuple(Part(f"p{n}", (size,), Box((0,), (size,)), UINT8) for n, size in enumerate(sizes))
+    parts = tuple(TensorBox(f"p{n}", (size,), Box((0,), (size,)), UINT8) for n, size in enumerate(sizes))
     return Layout(parts, tuple((n, part.box) for n, part in enumerate(parts)))
 
 

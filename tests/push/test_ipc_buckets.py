@@ -7,7 +7,7 @@ import pytest
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push.ipc import engine
 from bytecheckpoint.inference.push.ipc.engine import make_buckets
-from bytecheckpoint.inference.push.transports.shared_memory import Arena
+from bytecheckpoint.inference.push.transports.shared_memory import SharedArena
 
 
 @pytest.fixture
@@ -15,13 +15,13 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all requested arenas; 10,000 bytes are available."""
     found: list[int] = []
 
-    def arena(nbytes: int) -> Arena:
+    def arena(nbytes: int) -> SharedArena:
         found.append(nbytes)
         if nbytes > 10_000:
             raise EngineError("no memory")
-        return Arena(nbytes)
+        return SharedArena(nbytes)
 
-    monkeypatch.setattr(engine, "Arena", arena)
+    monkeypatch.setattr(engine, "SharedArena", arena)
     return found
 
 

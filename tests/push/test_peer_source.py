@@ -16,18 +16,18 @@ from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push.layout import Write
 from bytecheckpoint.inference.push.messages import SenderLost, Table
 from bytecheckpoint.inference.push.peer_source import _Transfer
-from bytecheckpoint.inference.push.sender import Assignment, Sender
-from bytecheckpoint.inference.push.sources import Source
-from bytecheckpoint.inference.push.transports.base import Place, Transport
+from bytecheckpoint.inference.push.sender import PushAssignment, Sender
+from bytecheckpoint.inference.push.sources import PushSource
+from bytecheckpoint.inference.push.transports.base import ChunkTarget, Transport
 from bytecheckpoint.inference.push.writing import Job
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
 
 FLOAT32 = find_dtype("float32")
-JOBS = [Job(Write(f"w{n}", Box((0,), (64,)), FLOAT32, ((0, n),)), (Place(0, 0, n),)) for n in range(6)]
+JOBS = [Job(Write(f"w{n}", Box((0,), (64,)), FLOAT32, ((0, n),)), (ChunkTarget(0, 0, n),)) for n in range(6)]
 
 
-class Mapped(Source):
+class Mapped(PushSource):
     def __init__(self) -> None:
         self.table, self.held = Table(()), []
         self.memory = torch.ones(64)
@@ -42,7 +42,7 @@ class Broken(Transport):
     def __init__(self) -> None:
         self._all = threading.Barrier(2, timeout=1.0)
 
-    def write(self, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
+    def write(self, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
         try:
             self._all.wait()
             raise BrokenPipeError("broken pipe")
@@ -81,7 +81,7 @@ def test_a_transport_that_breaks_in_several_threads() -> None:
 class _Unreachable(Sender):
     """Finds the ports of all targets closed."""
 
-    def connect(self, assignment: Assignment, target: int, endpoint: Any) -> Transport:
+    def connect(self, assignment: PushAssignment, target: int, endpoint: Any) -> Transport:
         raise EngineError("port 1 cannot be reached")
 
 
@@ -96,7 +96,7 @@ def test_a_target_that_closes_its_port_is_a_consequence() -> None:
 def _begin(give: _Transfer, sender: Sender, mapped: dict[int, Transport]) -> None:
     sender.jobs = JOBS
     known = [(None, None)] * len(JOBS)
-    assignment = Assignment([None], [], [], on_device=False, is_group=False, known=known)
+    assignment = PushAssignment([None], [], [], on_device=False, is_group=False, known=known)
     give.begin(sender, assignment, mapped, {}, joining=frozenset(), lease_s=60.0)
 
 

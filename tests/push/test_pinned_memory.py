@@ -15,7 +15,7 @@ from bytecheckpoint.inference.push import Engine, Pusher, writing
 from bytecheckpoint.inference.push.quantization.quantizer import Quantizer
 from bytecheckpoint.inference.push.receiver import Receiver
 from bytecheckpoint.inference.push.sources import StateSource
-from bytecheckpoint.inference.push.transports.shared_memory import Arena
+from bytecheckpoint.inference.push.transports.shared_memory import SharedArena
 from bytecheckpoint.testing import time_limit
 
 SENDER, WORKER = 2, torch.device("cuda", 3)
@@ -117,7 +117,7 @@ def test_without_devices(runtime: Runtime, device: torch.device | None) -> None:
 
 
 def test_an_arena_that_is_dropped(runtime: Runtime) -> None:
-    arena = Arena(10_000, WORKER)
+    arena = SharedArena(10_000, WORKER)
     part = arena.memory[:100]
     assert runtime.is_pinned(part)
     del arena

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from bytecheckpoint.errors import MismatchError, PlanError
-from bytecheckpoint.inference.layouts.parts import Part
+from bytecheckpoint.inference.layouts.parts import TensorBox
 from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, Holding, Layout, cut_box
 from bytecheckpoint.inference.push.messages import Table
 from bytecheckpoint.inference.push.plan import Plan, check_taken_whole, plan_push
@@ -34,14 +34,14 @@ def _box(draw: Any, shape: tuple[int, ...]) -> Box:
 
 
 @st.composite
-def _cases(draw: Any) -> tuple[tuple[int, ...], list[list[Part]], list[Holding], int, int]:
+def _cases(draw: Any) -> tuple[tuple[int, ...], list[list[TensorBox]], list[Holding], int, int]:
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
     senders = draw(st.integers(1, 4))
     some = st.sets(st.integers(0, senders - 1), min_size=1).map(lambda found: tuple(sorted(found)))
     held = {draw(_box(shape)): draw(some) for _ in range(draw(st.integers(0, 6)))}
     parts = [
         [
-            Part("w", shape, draw(_box(shape)), draw(st.sampled_from([F32, BF16])))
+            TensorBox("w", shape, draw(_box(shape)), draw(st.sampled_from([F32, BF16])))
             for _ in range(draw(st.integers(0, 3)))
         ]
         for _ in range(draw(st.integers(1, 3)))
@@ -53,7 +53,7 @@ def _cases(draw: Any) -> tuple[tuple[int, ...], list[list[Part]], list[Holding],
 @settings(max_examples=examples(400), deadline=None)
 @given(_cases())
 def test_every_requested_element_is_written_once_by_a_holder(
-    case: tuple[tuple[int, ...], list[list[Part]], list[Holding], int, int],
+    case: tuple[tuple[int, ...], list[list[TensorBox]], list[Holding], int, int],
 ) -> None:
     shape, requested, held, senders, chunk_bytes = case
     there = np.zeros(shape, bool)
@@ -69,7 +69,7 @@ def test_every_requested_element_is_written_once_by_a_holder(
 
 
 def _check(
-    plan: Plan, shape: tuple[int, ...], requested: list[list[Part]], held: list[Holding], chunk_bytes: int
+    plan: Plan, shape: tuple[int, ...], requested: list[list[TensorBox]], held: list[Holding], chunk_bytes: int
 ) -> None:
     values = np.arange(math.prod(shape)).reshape(shape)
     arenas = [np.full(layout.nbytes, -1) for layout in plan.layouts]
@@ -117,7 +117,7 @@ def test_a_box_is_cut_into_contiguous_runs(box: Box, itemsize: int, limit: int) 
 
 def test_replicas_are_spread_by_bytes() -> None:
     shape = (64, 1024)
-    parts = [[Part(f"w{n}", shape, Box.whole(shape), F32) for n in range(13)]]
+    parts = [[TensorBox(f"w{n}", shape, Box.whole(shape), F32) for n in range(13)]]
     held = {f"w{n}": [Holding(Box.whole(shape), (0, 1, 2, 3))] for n in range(13)}
     plan = plan_push(parts, held, 4, chunk_bytes=1 << 16)
     loads = [sum(write.nbytes for write in writes) for writes in plan.writes]
@@ -126,7 +126,7 @@ def test_replicas_are_spread_by_bytes() -> None:
 
 def test_a_shared_chunk_is_cast_once() -> None:
     shape = (8, 8)
-    part = Part("norm", shape, Box.whole(shape), BF16)
+    part = TensorBox("norm", shape, Box.whole(shape), BF16)
     plan = plan_push([[part]] * 5, {"norm": [Holding(Box.whole(shape), (0,))]}, 1)
     ((write,),) = plan.writes
     assert write.chunks == tuple((target, 0) for target in range(5))
@@ -134,7 +134,7 @@ def test_a_shared_chunk_is_cast_once() -> None:
 
 def test_the_error_names_the_missing_range() -> None:
     shape = (8, 4)
-    part = Part("w", shape, Box((2, 0), (4, 4)), F32)
+    part = TensorBox("w", shape, Box((2, 0), (4, 4)), F32)
     held = {"w": [Holding(Box((0, 0), (4, 4)), (0,)), Holding(Box((5, 0), (3, 4)), (1,))]}
     with pytest.raises(PlanError, match=re.escape("w: no sender has [4:5,0:4] of shape [8, 4]")):
         plan_push([[part]], held, 2)
@@ -142,7 +142,7 @@ def test_the_error_names_the_missing_range() -> None:
 
 def test_an_engine_must_request_a_tensor_completely_or_not_at_all() -> None:
     meta = BasicMeta(F32, (8, 4))
-    halves = [[Part("w", (8, 4), Box((at, 0), (4, 4)), F32)] for at in (0, 4)]
+    halves = [[TensorBox("w", (8, 4), Box((at, 0), (4, 4)), F32)] for at in (0, 4)]
     table = Table((("w", meta), ("unused", meta)))
     check_taken_whole("engine", table, halves)
     with pytest.raises(MismatchError, match=re.escape("w: float32[8, 4] is sent, of which the engine uses 16 of 32")):

@@ -16,7 +16,7 @@ from toy_blocks import reference
 
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.inference.layouts.hub_names import scale_name
-from bytecheckpoint.inference.layouts.parts import Part
+from bytecheckpoint.inference.layouts.parts import TensorBox
 from bytecheckpoint.inference.push.layout import Holding
 from bytecheckpoint.inference.push.messages import Table
 from bytecheckpoint.inference.push.plan import plan_push
@@ -32,7 +32,7 @@ from bytecheckpoint.inference.push.quantization.blocks import (
     scales_of,
 )
 from bytecheckpoint.inference.push.quantization.quantizer import Quantizer, holdings_of_blocks, pack_task, plan_exchange
-from bytecheckpoint.inference.push.sources import Source
+from bytecheckpoint.inference.push.sources import PushSource
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta
@@ -41,7 +41,7 @@ from bytecheckpoint.tensors.shards import torch_dtype
 WIDE = (torch.bfloat16, torch.float32, torch.float16)
 
 
-class _Sender(Source):
+class _Sender(PushSource):
     """Holds boxes of one tensor, and records which elements are fetched."""
 
     def __init__(self, tensor: torch.Tensor, boxes: Sequence[Box]) -> None:
@@ -134,8 +134,8 @@ def test_any_sharding_gives_the_same_bits_as_one_process(
     holdings = {"w": [Holding(box, tuple(numbers)) for box, numbers in held.items()]}
     exchange = plan_exchange(holdings, senders[0].table, by_name, len(senders))
     grid = grid_of(shape, blocks)
-    scales = Part(scale_name("w"), grid, Box.whole(grid), SCALE)
-    parts = [[*(Part("w", shape, box, QUANTIZED) for box in of_worker), scales] for of_worker in requested]
+    scales = TensorBox(scale_name("w"), grid, Box.whole(grid), SCALE)
+    parts = [[*(TensorBox("w", shape, box, QUANTIZED) for box in of_worker), scales] for of_worker in requested]
     owned = holdings_of_blocks(holdings, by_name, len(senders))
     plan = plan_push(parts, owned, len(senders), chunk_bytes=chunk_bytes, blocks=by_name)
 
@@ -187,8 +187,8 @@ def test_each_maximum_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     held = holdings_of_blocks({"w": [Holding(Box.whole((1000, 384)), (0,))]}, {"w": blocks}, 1)
     parts = [
         [
-            Part("w", (1000, 384), Box((0, at), (1000, 192)), QUANTIZED),
-            Part("w_scale_inv", (8, 3), Box((0, 0), (8, 3)), SCALE),
+            TensorBox("w", (1000, 384), Box((0, at), (1000, 192)), QUANTIZED),
+            TensorBox("w_scale_inv", (8, 3), Box((0, 0), (8, 3)), SCALE),
         ]
         for at in (0, 192)
     ]

@@ -18,10 +18,10 @@ from leak_watch import threads_left
 from sampling import examples
 
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
-from bytecheckpoint.inference.layouts.parts import Part
+from bytecheckpoint.inference.layouts.parts import TensorBox
 from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, Layout, Waves
 from bytecheckpoint.inference.push.memory import MemoryPolicy
-from bytecheckpoint.inference.push.transports.base import Place, TransportBroken
+from bytecheckpoint.inference.push.transports.base import ChunkTarget, TransportBroken
 from bytecheckpoint.inference.push.transports.ring import RingBuffer
 from bytecheckpoint.inference.push.transports.shared_memory import attach
 from bytecheckpoint.inference.push.transports.tcp import TcpTransport
@@ -35,7 +35,7 @@ UINT8 = find_dtype("uint8")
 def _layout(sizes: list[int], vectors: frozenset[int] = frozenset()) -> Layout:
     """One part for each chunk: a matrix of one row, or a vector."""
     boxes = [Box((0,), (size,)) if n in vectors else Box((0, 0), (1, size)) for n, size in enumerate(sizes)]
-    parts = tuple(Part(f"t{n}", box.lengths, box, UINT8) for n, box in enumerate(boxes))
+    parts = tuple(TensorBox(f"t{n}", box.lengths, box, UINT8) for n, box in enumerate(boxes))
     return Layout(parts, tuple(enumerate(boxes)))
 
 
@@ -62,7 +62,7 @@ class Sender:
 
     def write(self, chunk: int, damage: int = 0) -> None:
         data = _bytes(chunk, self.waves.layout.sizes[chunk])
-        place = Place(0, self.waves.offset(chunk), chunk, self.waves.wave_of[chunk])
+        place = ChunkTarget(0, self.waves.offset(chunk), chunk, self.waves.wave_of[chunk])
         self.transport.write([place], data, _digest(data) ^ damage)
 
     def write_all(self, chunks: list[int]) -> None:

@@ -15,12 +15,17 @@ from bytecheckpoint.control.addresses import ADDRESS_VARIABLE
 from bytecheckpoint.control.connections import Endpoint, at_most, receive, send
 from bytecheckpoint.engine.tensor_bytes import byte_view
 from bytecheckpoint.errors import DeadlineError, EngineError
-from bytecheckpoint.inference.layouts.parts import Part
+from bytecheckpoint.inference.layouts.parts import TensorBox
 from bytecheckpoint.inference.push.layout import Layout
 from bytecheckpoint.inference.push.transports import acceptor
 from bytecheckpoint.inference.push.transports.acceptor import connect
-from bytecheckpoint.inference.push.transports.base import Place
-from bytecheckpoint.inference.push.transports.shared_memory import Arena, ArenaChunks, SharedMemoryTransport, attach
+from bytecheckpoint.inference.push.transports.base import ChunkTarget
+from bytecheckpoint.inference.push.transports.shared_memory import (
+    ArenaChunks,
+    SharedArena,
+    SharedMemoryTransport,
+    attach,
+)
 from bytecheckpoint.inference.push.transports.tcp import FAILED, FRAME, STATUS, TAKEN, ChunkServer, TcpTransport
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
@@ -30,7 +35,8 @@ DATA = torch.arange(1 << 20, dtype=torch.int32).view(torch.uint8)
 DIGEST = xxhash.xxh3_64_intdigest(DATA.numpy())
 BOXES = (Box((0,), (64,)), Box((0,), (DATA.numel(),)))
 LAYOUT = Layout(
-    tuple(Part(f"t{n}", box.lengths, box, find_dtype("uint8")) for n, box in enumerate(BOXES)), tuple(enumerate(BOXES))
+    tuple(TensorBox(f"t{n}", box.lengths, box, find_dtype("uint8")) for n, box in enumerate(BOXES)),
+    tuple(enumerate(BOXES)),
 )
 
 
@@ -54,8 +60,8 @@ def _transport(server: ChunkServer, deadline_s: float | None = None) -> TcpTrans
 
 def test_chunks_arrive(server: ChunkServer, memory: torch.Tensor) -> None:
     transports = [_transport(server) for _ in range(2)]
-    transports[0].write([Place(0, 64, 1)], DATA, DIGEST)
-    transports[1].write([Place(0, 0, 0)], DATA[:64], xxhash.xxh3_64_intdigest(DATA[:64].numpy()))
+    transports[0].write([ChunkTarget(0, 64, 1)], DATA, DIGEST)
+    transports[1].write([ChunkTarget(0, 0, 0)], DATA[:64], xxhash.xxh3_64_intdigest(DATA[:64].numpy()))
     for transport in transports:
         transport.finish()
         transport.close()
@@ -65,7 +71,7 @@ def test_chunks_arrive(server: ChunkServer, memory: torch.Tensor) -> None:
 
 def test_a_chunk_damaged_on_the_way(server: ChunkServer) -> None:
     transport = _transport(server)
-    transport.write([Place(0, 64, 1)], DATA, DIGEST ^ 1)
+    transport.write([ChunkTarget(0, 64, 1)], DATA, DIGEST ^ 1)
     with pytest.raises(EngineError, match=r"t1 .* was damaged on the way; nothing was applied"):
         transport.finish()
     transport.close()
@@ -95,7 +101,7 @@ def test_a_failed_stream_is_read_until_the_sender_ends_it(server: ChunkServer) -
 
 
 def _send(transport: TcpTransport, chunk: int) -> None:
-    transport.write([Place(0, 0, chunk)], DATA, DIGEST)
+    transport.write([ChunkTarget(0, 0, chunk)], DATA, DIGEST)
     transport.finish()
 
 
@@ -112,7 +118,7 @@ def test_a_configured_address(memory: torch.Tensor, monkeypatch: pytest.MonkeyPa
     assert server.endpoint.addresses == ["127.0.0.2", "127.0.0.1"]
     transport = _transport(server)
     assert transport._connection.getpeername()[0] == "127.0.0.2"
-    transport.write([Place(0, 64, 1)], DATA, DIGEST)
+    transport.write([ChunkTarget(0, 64, 1)], DATA, DIGEST)
     transport.finish()
     transport.close()
     server.close()
@@ -145,7 +151,7 @@ def test_closing_the_server_ends_open_connections(memory: torch.Tensor) -> None:
 
 
 def test_an_arena_is_opened_only_with_its_token() -> None:
-    arena = Arena(100)
+    arena = SharedArena(100)
     address = arena.address
     mapped = attach(address)
     assert mapped is not None

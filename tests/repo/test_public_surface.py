@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -57,6 +57,25 @@ def module_files() -> dict[str, Path]:
                 parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
                 found[".".join(part for part in parts if part != "__init__")] = path
     return dict(sorted(found.items()))
+
+
+def repeated_class_names(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the modules of each public class name that several modules define."""
+    found: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    assert repeated_class_names({name: path.read_text() for name, path in module_files().items()}) == {}
+
+
+def test_a_repeated_class_name_is_found() -> None:
+    sources = {"a": "class Part: ...\nclass _Own: ...", "b": "class Part: ...\nclass _Own: ..."}
+    assert repeated_class_names(sources) == {"Part": ["a", "b"]}
 
 
 MODULES = module_files()

@@ -35,7 +35,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.storage_backends import IncompleteUpload, StorageBackend, open_backend
 from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend, explain
 from bytecheckpoint.storage_backends.remote import parts
-from bytecheckpoint.storage_backends.remote.session import Request, Session
+from bytecheckpoint.storage_backends.remote.session import EndpointSession, Request
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
 
@@ -240,7 +240,7 @@ def _mapped(error: Exception, action: str, kind: str = "small") -> StorageError:
         raise error
 
     with pytest.raises(StorageError) as caught:
-        asyncio.run(Session(explain, repeats=False).repeat(Request(action, time_limit(20), kind), fail))
+        asyncio.run(EndpointSession(explain, repeats=False).repeat(Request(action, time_limit(20), kind), fail))
     return caught.value
 
 

@@ -42,7 +42,7 @@ from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.obstore.backend import ObstoreBackend, explain
 from bytecheckpoint.storage_backends.remote import parts
 from bytecheckpoint.storage_backends.remote.parts import PARTS_IN_FLIGHT
-from bytecheckpoint.storage_backends.remote.session import Session
+from bytecheckpoint.storage_backends.remote.session import EndpointSession
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
 
@@ -358,7 +358,7 @@ def test_what_errors_mean(backend: StorageBackend, front: GoogleFront) -> None:
 def test_signatures_of_urls_are_not_shown() -> None:
     url = "https://me.blob.core.windows.net/c/k?sv=2020-02-10&sig=SECRET"
     error = GenericError(f"Error performing GET {url} in 1ms - no reply\n\nDebug source:\nGeneric {{ {url} }}")
-    mapped = Session(explain).error(error, "reading 'k'")
+    mapped = EndpointSession(explain).error(error, "reading 'k'")
     assert str(mapped) == "reading 'k': Error performing GET https://me.blob.core.windows.net/c/k?*** in 1ms - no reply"
     assert "SECRET" not in f"{mapped!r} {error} {error!r}"
 

@@ -31,8 +31,8 @@ from bytecheckpoint.storage_backends.remote import backend as remote_backend
 from bytecheckpoint.storage_backends.remote import parts, session
 from bytecheckpoint.storage_backends.remote.failures import common_failure
 from bytecheckpoint.storage_backends.remote.parts import PARTS_IN_FLIGHT
-from bytecheckpoint.storage_backends.remote.session import Request, Session
-from bytecheckpoint.storage_backends.s3.client import Client
+from bytecheckpoint.storage_backends.remote.session import EndpointSession, Request
+from bytecheckpoint.storage_backends.s3.client import S3Client
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import FaultyBackend
 from bytecheckpoint.testing.storage import StorageConformance
@@ -434,7 +434,7 @@ def test_uploads_in_pages(damaged: StorageBackend, monkeypatch: pytest.MonkeyPat
     """moto replies with all of them at once, so the replies are made here; Ceph pages like this."""
     found = [{"Key": f"root/k{number // 3:02}", "UploadId": f"id-{number}"} for number in range(25)]
 
-    async def call(client: Client, method: str, **arguments: Any) -> dict[str, Any]:
+    async def call(client: S3Client, method: str, **arguments: Any) -> dict[str, Any]:
         assert method == "list_multipart_uploads"
         after = arguments.get("UploadIdMarker")
         start = next((at for at, one in enumerate(found, 1) if one["UploadId"] == after), 0)
@@ -443,7 +443,7 @@ def test_uploads_in_pages(damaged: StorageBackend, monkeypatch: pytest.MonkeyPat
         last = {"NextKeyMarker": page[-1]["Key"], "NextUploadIdMarker": page[-1]["UploadId"]}
         return {"Uploads": page, "IsTruncated": start + 10 < len(found), **last}
 
-    monkeypatch.setattr(Client, "call", call)
+    monkeypatch.setattr(S3Client, "call", call)
     assert [one.upload_id for one in damaged.incomplete()] == [one["UploadId"] for one in found]
 
 
@@ -451,10 +451,10 @@ def test_uploads_in_pages(damaged: StorageBackend, monkeypatch: pytest.MonkeyPat
 def test_pages_that_do_not_continue(
     damaged: StorageBackend, monkeypatch: pytest.MonkeyPatch, token: dict[str, str]
 ) -> None:
-    async def call(client: Client, method: str, **arguments: Any) -> dict[str, Any]:
+    async def call(client: S3Client, method: str, **arguments: Any) -> dict[str, Any]:
         return {"IsTruncated": True, **token}
 
-    monkeypatch.setattr(Client, "call", call)
+    monkeypatch.setattr(S3Client, "call", call)
     with pytest.raises(StorageError, match="not where it continues"):
         [*damaged.list()]
 
@@ -539,13 +539,13 @@ def test_a_read_beyond_the_end_has_one_deadline(damaged: StorageBackend, monkeyp
     clock = iter([1000.0, 1599.9])
     monkeypatch.setattr(remote_backend, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     limits: list[float] = []
-    original = Session.repeat
+    original = EndpointSession.repeat
 
-    async def repeat(self: Session, request: Request, send: Callable[[], Any]) -> Any:
+    async def repeat(self: EndpointSession, request: Request, send: Callable[[], Any]) -> Any:
         limits.append(request.deadline_s)
         return await original(self, request, send)
 
-    monkeypatch.setattr(Session, "repeat", repeat)
+    monkeypatch.setattr(EndpointSession, "repeat", repeat)
     with pytest.raises(StorageError, match="the object has only 10 bytes"):
         damaged.read_into("object", 10, bytearray(5))
     read, look_up = limits
@@ -581,8 +581,8 @@ def test_backends_share_a_client(bucket: str, s3: dict[str, Any], proxy: FaultPr
     assert clients[0] is not clients[2]
 
 
-def _client(backend: StorageBackend) -> Client:
-    client: Client = backend._session()  # type: ignore[attr-defined]
+def _client(backend: StorageBackend) -> S3Client:
+    client: S3Client = backend._session()  # type: ignore[attr-defined]
     return client
 
 
@@ -600,7 +600,7 @@ def test_the_time_of_a_small_request_is_not_the_rate_of_a_large_one(monkeypatch:
     """Otherwise a stalled part would be noticed after hours."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(session, "time", clock)
-    sender = Session(common_failure)
+    sender = EndpointSession(common_failure)
 
     async def answer() -> None:
         clock.now += 0.05
@@ -619,4 +619,4 @@ def test_the_cause_is_not_that_the_last_try_had_no_time_left() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(StorageError, match=r"reset by the store \(2 tries"):
-        asyncio.run(Session(common_failure).repeat(Request("reading", time_limit(1), "read"), answer))
+        asyncio.run(EndpointSession(common_failure).repeat(Request("reading", time_limit(1), "read"), answer))

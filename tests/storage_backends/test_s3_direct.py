@@ -18,7 +18,7 @@ from s3_faults import FaultProxy, fault_proxy
 from bytecheckpoint.errors import AccessDeniedError, StorageError
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.remote.transport import Connections
-from bytecheckpoint.storage_backends.s3.client import Client
+from bytecheckpoint.storage_backends.s3.client import S3Client
 from bytecheckpoint.testing import time_limit
 
 pytestmark = pytest.mark.s3
@@ -102,7 +102,7 @@ def test_a_connection_is_kept_and_renewed(s3: dict[str, Any], bucket: str, proxy
 
 def test_a_client_that_ends_closes_its_connections(s3: dict[str, Any], bucket: str, proxy: FaultProxy) -> None:
     open_backend(f"s3://{bucket}/direct", **s3).put("key", DATA)
-    client = Client({**s3, "endpoint_url": proxy.url})
+    client = S3Client({**s3, "endpoint_url": proxy.url})
     client.run("looking", client.call("head_object", Bucket=bucket, Key="direct/key"))
     connection = proxy.connections[0]
     assert connection.is_alive()

@@ -16,7 +16,7 @@ import torch
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push.transports import cuda_ipc as device_memory
 from bytecheckpoint.inference.push.transports.cuda_ipc import DeviceMemory
-from bytecheckpoint.inference.push.transports.shared_memory import Arena, ArenaAddress, attach
+from bytecheckpoint.inference.push.transports.shared_memory import ArenaAddress, SharedArena, attach
 
 __all__ = ["HostDevice", "host_device"]
 
@@ -58,7 +58,7 @@ class HostDevice(DeviceMemory):
     """``taken`` and ``opened`` list what this process has not freed or closed yet."""
 
     name = "GPU-of-the-host"
-    taken: dict[int, Arena] = {}
+    taken: dict[int, SharedArena] = {}
     opened: set[int] = set()
     refusal: type[Exception] | None = None
     """The error that opening raises."""
@@ -67,7 +67,7 @@ class HostDevice(DeviceMemory):
         """Do nothing: there is one such device."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        arena = Arena(nbytes)
+        arena = SharedArena(nbytes)
         self.taken[arena.memory.data_ptr()] = arena
         return arena.memory.as_subclass(_OnDevice)
 

@@ -16,7 +16,7 @@ from toy_engine import ToyEngine, ToyTrainee
 
 from bytecheckpoint.errors import BytecheckpointError
 from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport
-from bytecheckpoint.inference.push.transports.base import Place, Transport
+from bytecheckpoint.inference.push.transports.base import ChunkTarget, Transport
 from bytecheckpoint.inference.push.transports.group_transport import GroupTransport
 from bytecheckpoint.inference.push.transports.tcp import TcpTransport
 from bytecheckpoint.testing import time_limit
@@ -103,7 +103,7 @@ def _pids(world_size: int) -> list[int]:
 def _third_write_goes_wrong(transport: type[Transport], fault: str) -> Iterator[None]:
     write, writes = transport.write, 0
 
-    def wrong(self: Transport, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
+    def wrong(self: Transport, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
         nonlocal writes
         writes += 1
         if writes == 3:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.inference.push.adapters import Adapter, LoraFactor, LoraLayer, factor_of
+from bytecheckpoint.inference.push.adapters import LoraAdapter, LoraFactor, LoraLayer, factor_of
 
 MAX_RANK = 8
 
@@ -21,7 +21,7 @@ class ToyAdapters:
     def __init__(self, modules: Mapping[str, int], dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._layers = {name: LoraLayer(size, size) for name, size in modules.items()}
-        self._served: dict[str, Adapter | None] = {}
+        self._served: dict[str, LoraAdapter | None] = {}
         self.failures = 0
 
     def check(self, config: Mapping[str, Any]) -> None:
@@ -37,10 +37,10 @@ class ToyAdapters:
     def is_elsewhere(self, module: str) -> bool:
         return False
 
-    def pushed(self, name: str) -> Adapter | None:
+    def pushed(self, name: str) -> LoraAdapter | None:
         return self._served.get(name)
 
-    def put(self, name: str, adapter: Adapter | None) -> None:
+    def put(self, name: str, adapter: LoraAdapter | None) -> None:
         if self.failures:
             self.failures -= 1
             self._served[name] = None

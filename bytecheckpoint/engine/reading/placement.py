@@ -15,7 +15,7 @@ from ...tensors.shards import torch_dtype
 from ..tensor_bytes import box_view, copy_elements
 from .bounce import BounceBuffer
 
-__all__ = ["BoxPlace", "DeviceCopyIn", "MemoryPlace", "Place", "ReadPart", "is_plain_memory"]
+__all__ = ["BoxDestination", "Destination", "DeviceCopyIn", "MemoryDestination", "ReadPart", "is_plain_memory"]
 
 
 class DeviceCopyIn:
@@ -65,7 +65,7 @@ class ReadPart(NamedTuple):
     out: torch.Tensor
 
 
-class MemoryPlace:
+class MemoryDestination:
     """Copies bytes ``[begin, end)`` of a file to the plain memory of ``out``. Thread-safe."""
 
     __slots__ = ("_out", "begin", "end")
@@ -81,7 +81,7 @@ class MemoryPlace:
             buffer.copy_out(first - origin, last - first, self._out.data_ptr() + first - self.begin)
 
 
-class BoxPlace:
+class BoxDestination:
     """Copies the elements of ``part.box`` to ``part.out``, which may be any memory. Thread-safe.
 
     ``stored`` is the box of the shard, whose row-major elements start at byte ``begin`` of the file.
@@ -98,7 +98,7 @@ class BoxPlace:
         self._dtype = torch_dtype(meta)
 
     def put(self, buffer: BounceBuffer, origin: int, low: int, high: int) -> None:
-        """Do as ``MemoryPlace.put``. ``low`` and ``high`` are boundaries of elements, or of the shard."""
+        """Do as ``MemoryDestination.put``. ``low`` and ``high`` are boundaries of elements, or of the shard."""
         size = self._dtype.itemsize
         at = low - origin
         data = buffer.tensor[at : at + high - low]
@@ -121,7 +121,7 @@ class BoxPlace:
             done += box.numel
 
 
-Place = MemoryPlace | BoxPlace
+Destination = MemoryDestination | BoxDestination
 
 
 @cache

@@ -13,7 +13,7 @@ from ...planners.extents import Extents, byte_span, plan_extents, split_box
 from ...tensors.dtypes import DTYPES
 from ...tensors.tables import Int64
 from ..tensor_bytes import byte_view
-from .placement import BoxPlace, DeviceCopyIn, MemoryPlace, Place, ReadPart, is_plain_memory
+from .placement import BoxDestination, Destination, DeviceCopyIn, MemoryDestination, ReadPart, is_plain_memory
 
 __all__ = ["ReadPlan", "plan_checks", "plan_reads"]
 
@@ -81,7 +81,7 @@ class ReadPlan:
         low = int(self._ranges.low[use])
         return view[begin - low : end - low]
 
-    def places(self, block: int) -> list[Place]:
+    def places(self, block: int) -> list[Destination]:
         """Return the places that bytes of a block go to, each once."""
         ranges = self._ranges
         uses = self._uses[self._use_starts[block] : self._use_starts[block + 1]]
@@ -103,14 +103,14 @@ class _Ranges:
     address: Int64
     low: Int64
     high: Int64
-    boxes: dict[int, BoxPlace] = field(default_factory=dict)  # by part
+    boxes: dict[int, BoxDestination] = field(default_factory=dict)  # by part
 
     def part(self, use: int) -> ReadPart:
         return self.parts[int(self.source[use])]
 
-    def place(self, use: int) -> Place | None:
+    def place(self, use: int) -> Destination | None:
         if self.address[use]:
-            return MemoryPlace(int(self.low[use]), int(self.high[use]), self.part(use).out)
+            return MemoryDestination(int(self.low[use]), int(self.high[use]), self.part(use).out)
         return self.boxes.get(int(self.source[use]))
 
 
@@ -174,7 +174,7 @@ def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, 
     )
     whole = np.flatnonzero((nbytes == shards.nbytes) & plain)
     other = np.flatnonzero((nbytes != shards.nbytes) | ~plain)
-    boxes: dict[int, BoxPlace] = {}
+    boxes: dict[int, BoxDestination] = {}
     found: list[_Range] = []
     device = DeviceCopyIn(part.out for part in parts) if any(parts[i].out.is_cuda for i in other.tolist()) else None
     for i in other.tolist():
@@ -203,7 +203,7 @@ def _box_ranges(
     shards: _Shards,
     i: int,
     part: ReadPart,
-    boxes: dict[int, BoxPlace],
+    boxes: dict[int, BoxDestination],
     size: int,
     gap: int,
     device: DeviceCopyIn | None,
@@ -221,7 +221,7 @@ def _box_ranges(
         low, high = begin + start, begin + stop
     else:
         meta = manifest.tensors.meta_of(int(manifest.shards.tensor[part.row]))
-        boxes[i] = BoxPlace(begin, stored, meta, part, device)
+        boxes[i] = BoxDestination(begin, stored, meta, part, device)
     ranges: list[list[int]] = []
     for box in [part.box] if is_contiguous else split_box(part.box, stored, itemsize, size, max(grain, gap)):
         first, last = byte_span(box, stored, itemsize)

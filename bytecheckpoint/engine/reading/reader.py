@@ -29,7 +29,7 @@ from .stored_files import OpenFiles, StoredFiles, read_stored_file, source_after
 from .task_queue import TaskQueue
 from .views import StoredViews
 
-__all__ = ["ReadPart", "ReadStats", "Reader", "StoredShard"]
+__all__ = ["ReadPart", "ReadStats", "ShardReader", "StoredShard"]
 
 # Threads at work, if the executor has that many. One per processor checks and copies cached bytes. Two more that wait
 # keep a local device busy; additional threads would only compete for the GIL and the processor's cache. A remote store
@@ -67,7 +67,7 @@ class ReadStats:
             self.checked += checked
 
 
-class Reader:
+class ShardReader:
     """Reads parts of the shards of one manifest. Thread-safe; ``verify=False`` skips the manifest's checksums.
 
     ``crcs`` are checked wherever one call reads a whole range of them. Bytes that are not read straight into their
@@ -218,7 +218,7 @@ class Reader:
 class StoredShard:
     """The ``length`` bytes of one shard, with a checksum per ``chunk_size`` bytes. Thread-safe."""
 
-    def __init__(self, reader: Reader, row: int) -> None:
+    def __init__(self, reader: ShardReader, row: int) -> None:
         self._reader, self._row = reader, row
         self._file = int(reader.stored.shard_file[row])
         self._begin = int(reader.stored.files.head_length[self._file] + reader.stored.shard_offset[row])
@@ -233,7 +233,7 @@ class StoredShard:
     def fetch(self, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes from ``start`` on, and check them unless the reader skips checksums.
 
-        The range consists of whole chunks. Raises ``CorruptionError`` and ``StorageError`` as ``Reader.read`` does.
+        The range consists of whole chunks. Raises ``CorruptionError`` and ``StorageError`` as ``ShardReader.read``.
         """
         reader, begin = self._reader, self._begin + start
         try:

@@ -12,7 +12,7 @@ from functools import partial
 from ...errors import CheckpointError, CorruptionError, StorageError
 from .fetch import Fetcher
 from .read_plan import ReadPlan, plan_checks
-from .reader import Reader
+from .reader import ShardReader
 from .stored_files import OpenFiles, read_stored_file
 
 __all__ = ["verify_crcs", "verify_files"]
@@ -37,7 +37,7 @@ class _Task:
     check: Callable[[], _Faults]
 
 
-def verify_files(reader: Reader, executor: Executor) -> Iterator[tuple[int, str]]:
+def verify_files(reader: ShardReader, executor: Executor) -> Iterator[tuple[int, str]]:
     """Yield ``(bytes checked, fault or "")`` piece by piece, in the order of files and bytes.
 
     A file with a wrong head is reported once and not checked further; a shard is reported once, however many of its
@@ -63,7 +63,7 @@ def verify_files(reader: Reader, executor: Executor) -> Iterator[tuple[int, str]
                 yield 0, problem
 
 
-def verify_crcs(reader: Reader) -> Iterator[tuple[int, str]]:
+def verify_crcs(reader: ShardReader) -> Iterator[tuple[int, str]]:
     """Yield ``(bytes checked, fault or "")`` for every range of another system's files that has a CRC-32, in order."""
     table = reader.crcs
     if table is None:
@@ -86,7 +86,7 @@ def verify_crcs(reader: Reader) -> Iterator[tuple[int, str]]:
             yield 0, str(reader.source.crc_mismatch(file, begin, end))
 
 
-def _tasks(reader: Reader) -> Iterator[_Task]:
+def _tasks(reader: ShardReader) -> Iterator[_Task]:
     manifest = reader.stored
     reader.source.check_codecs(range(len(manifest.files)))
     for file, head_length in enumerate(manifest.files.head_length.tolist()):
@@ -100,7 +100,7 @@ def _tasks(reader: Reader) -> Iterator[_Task]:
             yield _Task(file, nbytes, partial(_check_shards, fetcher, plan, group))
 
 
-def _check_head(reader: Reader, file: int) -> _Faults:
+def _check_head(reader: ShardReader, file: int) -> _Faults:
     read_stored_file(reader.backend, reader.stored, file, head_only=False)
     return {}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...errors import FormatError
-from .ranges import Window
+from .ranges import ByteWindow
 
 __all__ = ["Entry", "read_directory"]
 
@@ -51,7 +51,7 @@ class Entry:
         return _LOCAL.size + len(self.name.encode())
 
 
-def read_directory(window: Window) -> tuple[dict[str, Entry], int]:
+def read_directory(window: ByteWindow) -> tuple[dict[str, Entry], int]:
     """Return the entries by name, and where the directory begins.
 
     Checks that the entries do not overlap, lie before the directory, are not compressed, and that their local headers
@@ -74,7 +74,7 @@ def read_directory(window: Window) -> tuple[dict[str, Entry], int]:
     return {entry.name: entry for entry in located}, start
 
 
-def _read_end(window: Window) -> tuple[int, int, int]:
+def _read_end(window: ByteWindow) -> tuple[int, int, int]:
     """Return number of entries, size and position of the directory."""
     where, at = window.where, window.length - _END.size
     if at < 0:
@@ -152,7 +152,7 @@ def _wide_numbers(extra: bytes, count: int, where: str) -> list[int]:
     raise FormatError(f"{where} has no zip64 sizes")
 
 
-def _locate(window: Window, entries: list[Entry]) -> list[Entry]:
+def _locate(window: ByteWindow, entries: list[Entry]) -> list[Entry]:
     """Read the local headers, and return the entries with their positions."""
     if not entries:
         return []

@@ -11,7 +11,7 @@ from ...storage_backends.base import ObjectReader
 from ...tensors.dtypes import DType
 from ..pickles import Global, Instance, Storage, interpret_prefix, storage_dtype
 from ..pickles.interpreter import MAX_PICKLE_BYTES
-from .ranges import Window
+from .ranges import ByteWindow
 
 __all__ = ["LEGACY_MAGIC", "read_legacy"]
 
@@ -39,7 +39,7 @@ class _Pickles(NamedTuple):
 
 def read_legacy(reader: ObjectReader, file: str, base: int, length: int, where: str) -> tuple[Any, dict[str, Storage]]:
     """Return the object and its storages, which have no CRC-32. Raises ``FormatError``."""
-    window = Window(reader, base, length, where)
+    window = ByteWindow(reader, base, length, where)
     pickles = _read_pickles(window)
     storages = _place(pickles, file, window)
 
@@ -65,7 +65,7 @@ def read_legacy(reader: ObjectReader, file: str, base: int, length: int, where: 
     return result[0], storages
 
 
-def _read_pickles(window: Window) -> _Pickles:
+def _read_pickles(window: ByteWindow) -> _Pickles:
     """Read the beginning of the file: more and more of it, until it holds all pickles."""
     longest = min(window.length, MAX_PICKLE_BYTES)
     size = min(_FIRST_READ, longest)
@@ -115,7 +115,7 @@ def _declare(persistent_id: Any, declared: dict[str, _Declared]) -> Instance:
     return Instance(kind, persistent_id[2:])
 
 
-def _place(pickles: _Pickles, file: str, window: Window) -> dict[str, Storage]:
+def _place(pickles: _Pickles, file: str, window: ByteWindow) -> dict[str, Storage]:
     """Find the bytes of each storage, and compare the number of elements before them."""
     storages: dict[str, Storage] = {}
     position, starts, counts = pickles.end, [], []

@@ -11,7 +11,7 @@ from ...errors import FormatError
 from ...runtime.threads import Threads
 from ...storage_backends.base import ObjectReader
 
-__all__ = ["Window", "read_rows"]
+__all__ = ["ByteWindow", "read_rows"]
 
 _GAP = 32 << 10  # bytes between two ranges that are read rather than skipped
 _EXTENT = 8 << 20  # bytes of one request
@@ -51,7 +51,7 @@ def read_rows(reader: ObjectReader, starts: Positions, width: int) -> Rows:
     return rows
 
 
-class Window:
+class ByteWindow:
     """The bytes ``[base, base + length)`` of an object, addressed from 0. The end is read once."""
 
     def __init__(self, reader: ObjectReader, base: int, length: int, where: str) -> None:

@@ -13,7 +13,7 @@ from ..pickles import Global, Instance, Storage, interpret, storage_dtype
 from ..pickles.interpreter import MAX_PICKLE_BYTES
 from .directory import Entry, read_directory
 from .legacy import LEGACY_MAGIC, read_legacy
-from .ranges import Window
+from .ranges import ByteWindow
 
 __all__ = ["ArchiveParts", "StorageFinder", "TorchArchive", "interpret_parts", "read_archive", "read_parts"]
 
@@ -75,7 +75,7 @@ def read_archive(backend: StorageBackend, key: str, *, base: int = 0, length: in
         length = backend.stat(key).size - base
     where = f"{backend.url}/{key}" + (f" at byte {base}" if base else "")
     with backend.open_object(key) as reader:
-        head = Window(reader, base, length, where).read(0, min(length, 2 + len(LEGACY_MAGIC)))
+        head = ByteWindow(reader, base, length, where).read(0, min(length, 2 + len(LEGACY_MAGIC)))
         if head[2:] == LEGACY_MAGIC:
             return TorchArchive(*read_legacy(reader, key, base, length, where))
         if not head.startswith(b"PK"):
@@ -86,7 +86,7 @@ def read_archive(backend: StorageBackend, key: str, *, base: int = 0, length: in
 
 def read_parts(reader: ObjectReader, base: int, length: int, where: str) -> ArchiveParts:
     """Read and check everything but the storages. Raises as ``read_archive``."""
-    window = Window(reader, base, length, where)
+    window = ByteWindow(reader, base, length, where)
     found, directory = read_directory(window)
     entries = _without_root(found, where)
     has_crcs = any(entry.crc32 for entry in entries.values())
@@ -159,7 +159,7 @@ def _without_root(found: Mapping[str, Entry], where: str) -> dict[str, Entry]:
     return {name.partition("/")[2]: entry for name, entry in found.items()}
 
 
-def _contents(window: Window, entry: Entry, *, has_crcs: bool) -> bytes:
+def _contents(window: ByteWindow, entry: Entry, *, has_crcs: bool) -> bytes:
     data = window.read(entry.start, entry.nbytes)
     if has_crcs and zlib.crc32(data) != entry.crc32:
         raise CorruptionError(

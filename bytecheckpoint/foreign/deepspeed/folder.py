@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import CheckpointError, CorruptionError, FormatError, KeyNotFoundError
 from ...storage_backends.base import StorageBackend
 from ..archives import read_archive
-from ..place import Place, read_all
+from ..source_path import SourcePath, read_all
 
 __all__ = ["COUNTERS", "CheckpointFolder", "DeepSpeedFiles", "items_of"]
 
@@ -45,30 +45,30 @@ class CheckpointFolder:
     names: Sequence[str]
 
     @classmethod
-    def find(cls, place: Place) -> CheckpointFolder | None:
+    def find(cls, source: SourcePath) -> CheckpointFolder | None:
         """Return the folder of the tag that ``latest`` names, or of the path itself; None if it is none.
 
         Raises ``CorruptionError`` if ``latest`` names a tag that is not there.
         """
-        if any(map(_MODEL.fullmatch, place.children)):
-            return cls(place.backend, "", place.children)
-        if any(map(_PIPELINE.fullmatch, place.children)):
-            raise _pipeline(place.url)
+        if any(map(_MODEL.fullmatch, source.children)):
+            return cls(source.backend, "", source.children)
+        if any(map(_PIPELINE.fullmatch, source.children)):
+            raise _pipeline(source.url)
         for pointer in _POINTERS:
-            if pointer not in place.children:
+            if pointer not in source.children:
                 continue
-            raw = place.backend.get(pointer, max_size=_MAX_POINTER_BYTES)
+            raw = source.backend.get(pointer, max_size=_MAX_POINTER_BYTES)
             tag = raw.decode("utf-8", "replace").strip()
             if not tag or {"", ".", ".."} & {*tag.split("/")} or "\\" in tag or "\0" in tag:
                 continue
-            names = place.backend.list_children(f"{tag}/")
+            names = source.backend.list_children(f"{tag}/")
             if any(map(_MODEL.fullmatch, names)):
-                return cls(place.backend, f"{tag}/", names)
+                return cls(source.backend, f"{tag}/", names)
             if any(map(_PIPELINE.fullmatch, names)):
-                raise _pipeline(f"{place.url}/{tag}")
-            if not names and "zero_to_fp32.py" in place.children:
+                raise _pipeline(f"{source.url}/{tag}")
+            if not names and "zero_to_fp32.py" in source.children:
                 raise CorruptionError(
-                    f"{place.url}/{pointer} names the tag {tag!r:.200}, but no such folder is there; fetch it, or "
+                    f"{source.url}/{pointer} names the tag {tag!r:.200}, but no such folder is there; fetch it, or "
                     f"pass the folder of another tag"
                 )
         return None

@@ -11,7 +11,7 @@ from ...frameworks.module import ENGINE_COUNTERS
 from ...frameworks.module_tree import EXTRA_STATE, clean_name
 from ...tensors.geometry import decompose
 from ...tensors.metadata import BasicMeta
-from ..building import IndexBuilder, Piece, StoredLeaf
+from ..building import IndexBuilder, StoredBox, StoredLeaf
 from ..naming import MODEL_SECTION
 from ..pickles import TensorRef
 from ..torch_values import TorchValues
@@ -124,7 +124,7 @@ class ModelWriter:
             return {}
         names = self._files.of_all_ranks(self._files.model)
         documents = [self._files.first, *self._files.folder.read(names[1:])]
-        parts: dict[str, list[Piece]] = {fqn: [] for fqn in shapes}
+        parts: dict[str, list[StoredBox]] = {fqn: [] for fqn in shapes}
         metas: dict[str, BasicMeta] = {}
         for rank, (name, document) in enumerate(zip(names, documents, strict=True)):
             found = document.get("frozen_param_fragments") if isinstance(document, dict) else None
@@ -139,6 +139,6 @@ class ModelWriter:
                 metas.setdefault(fqn, BasicMeta(part.dtype, shape))
                 ((_, file, offset, _),) = self._values.leaf(part).pieces
                 for box in decompose(begin, length, shape):
-                    parts[fqn].append(Piece(box, file, offset))
+                    parts[fqn].append(StoredBox(box, file, offset))
                     offset += box.numel * part.dtype.itemsize
         return {fqn: StoredLeaf(metas[fqn], pieces) for fqn, pieces in parts.items()}

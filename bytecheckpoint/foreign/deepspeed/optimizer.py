@@ -13,26 +13,26 @@ from ...frameworks.optimizer_groups import group_path, options_of
 from ...frameworks.optimizer_state import MASTER, MASTERS_OF, empty_state_path, state_name, state_path
 from ...tensors.geometry import decompose
 from ...tensors.metadata import BasicMeta
-from ..building import IndexBuilder, Piece, StoredLeaf
+from ..building import IndexBuilder, StoredBox, StoredLeaf
 from ..naming import MODEL_SECTION, OPTIMIZER_SECTION
 from ..pickles import Instance, TensorRef
 from ..torch_values import TorchValues
-from .partitions import Group, Member
+from .partitions import FlatGroup, Member
 
-__all__ = ["OptimizerWriter", "add_scaler"]
+__all__ = ["FlatGroupWriter", "add_scaler"]
 
 _MUON_KEY = "momentum_buffer"
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class OptimizerWriter:
+class FlatGroupWriter:
     """Adds flat groups to the sections of an index."""
 
     def __init__(self, builder: IndexBuilder, values: TorchValues) -> None:
         self._builder, self._values = builder, values
         builder.add_section(OPTIMIZER_SECTION, "optimizer")
 
-    def weights(self, group: Group, member: Member) -> StoredLeaf:
+    def weights(self, group: FlatGroup, member: Member) -> StoredLeaf:
         """Where a parameter's elements are in the flat tensors that the optimizer steps."""
         return self._leaf(group, member, {rank: flat.weights for rank, flat in group.flats.items()})
 
@@ -43,7 +43,7 @@ class OptimizerWriter:
         if masters:
             self._builder.add_value(OPTIMIZER_SECTION, MASTERS_OF, MODEL_SECTION)
 
-    def add(self, group: Group) -> None:
+    def add(self, group: FlatGroup) -> None:
         """Add the state and the hyper-parameters of a group."""
         options = None if group.options is None else self._options(group.options)
         for member in group.members:
@@ -56,7 +56,7 @@ class OptimizerWriter:
         plain = {key: UnreadObject("a tensor") if _has_tensor(value) else value for key, value in tree.items()}
         return options_of(plain, f"{OPTIMIZER_SECTION}.param_groups")
 
-    def _add_state(self, group: Group, member: Member) -> None:
+    def _add_state(self, group: FlatGroup, member: Member) -> None:
         ranks = [span.rank for span in member.spans] or [next(iter(group.flats))]
         first = group.flats[ranks[0]]
         state = dict(first.state)
@@ -80,7 +80,7 @@ class OptimizerWriter:
                 what = f"a tensor of shape {list(value.shape)} for weights of shape {list(first.weights.shape)}"
                 self._builder.add_value(OPTIMIZER_SECTION, state_path(member.fqn, key), UnreadObject(what))
 
-    def _whole(self, group: Group, member: Member, rank: int, tensor: TensorRef) -> StoredLeaf:
+    def _whole(self, group: FlatGroup, member: Member, rank: int, tensor: TensorRef) -> StoredLeaf:
         """Muon's momentum at ZeRO-1 and 2: that of the complete parameters of which the rank has an element."""
         held = [one for one in group.members if any(span.rank == rank for span in one.spans)]
         sizes = [prod(one.shape) for one in held]
@@ -90,7 +90,7 @@ class OptimizerWriter:
         start = sum(sizes[: held.index(member)]) if member in held else 0
         return StoredLeaf.whole(BasicMeta(tensor.dtype, member.shape), file, offset + start * tensor.dtype.itemsize)
 
-    def _part(self, group: Group, rank: int, key: str) -> TensorRef:
+    def _part(self, group: FlatGroup, rank: int, key: str) -> TensorRef:
         flat = group.flats[rank]
         found = flat.state.get(key)
         if type(found) is not TensorRef or not flat.is_like_weights(found):
@@ -104,11 +104,11 @@ class OptimizerWriter:
     def _add_tensor(self, fqn: str, key: str, leaf: StoredLeaf) -> None:
         self._builder.add_tensor(OPTIMIZER_SECTION, state_name(fqn, key), leaf)
 
-    def _leaf(self, group: Group, member: Member, tensors: Mapping[int, TensorRef]) -> StoredLeaf:
+    def _leaf(self, group: FlatGroup, member: Member, tensors: Mapping[int, TensorRef]) -> StoredLeaf:
         """Where a parameter's elements are in flat tensors, which are those of the ranks of its spans."""
         any_rank = member.spans[0].rank if member.spans else next(iter(tensors))
         dtype = tensors[any_rank].dtype
-        pieces: list[Piece] = []
+        pieces: list[StoredBox] = []
         for span in member.spans:
             tensor = tensors[span.rank]
             if tensor.dtype != dtype or not tensor.is_contiguous or span.start + span.length > tensor.numel:
@@ -116,7 +116,7 @@ class OptimizerWriter:
             ((_, file, offset, _),) = self._values.leaf(tensor).pieces
             start = span.start
             for box in decompose(span.first, span.length, member.shape):
-                pieces.append(Piece(box, file, offset + start * dtype.itemsize))
+                pieces.append(StoredBox(box, file, offset + start * dtype.itemsize))
                 start += box.numel
         return StoredLeaf(BasicMeta(dtype, member.shape), pieces)
 

@@ -18,12 +18,12 @@ from ...frameworks.module_tree import clean_name
 from ..pickles import TensorRef
 from .folder import DeepSpeedFiles, items_of
 
-__all__ = ["Flat", "Group", "Member", "Span", "flat_groups", "options_of_param", "shapes_of"]
+__all__ = ["FlatGroup", "FlatPartition", "FlatSpan", "Member", "flat_groups", "options_of_param", "shapes_of"]
 
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
 
 
-class Span(NamedTuple):
+class FlatSpan(NamedTuple):
     """``length`` elements of a parameter from ``first`` on, at element ``start`` of the flat tensor of ``rank``."""
 
     rank: int
@@ -37,11 +37,11 @@ class Member(NamedTuple):
 
     fqn: str
     shape: tuple[int, ...]
-    spans: Sequence[Span]
+    spans: Sequence[FlatSpan]
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatPartition:
     """What one rank holds of a group.
 
     Attributes:
@@ -62,19 +62,19 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class Group:
+class FlatGroup:
     """Parameters that are in one flat tensor on each rank, and their hyper-parameters if these are stored.
 
     With ``has_whole_momenta``, Muon's momentum on each rank is that of all parameters of which it has elements.
     """
 
     members: Sequence[Member]
-    flats: Mapping[int, Flat]
+    flats: Mapping[int, FlatPartition]
     options: Mapping[str, Any] | None
     has_whole_momenta: bool = False
 
 
-def flat_groups(files: DeepSpeedFiles) -> tuple[list[Group], Any]:
+def flat_groups(files: DeepSpeedFiles) -> tuple[list[FlatGroup], Any]:
     """Return the groups of a ZeRO checkpoint, and the loss scaler.
 
     Raises ``FormatError`` for files that contradict each other, and ``CorruptionError`` for missing ones.
@@ -98,7 +98,7 @@ def flat_groups(files: DeepSpeedFiles) -> tuple[list[Group], Any]:
 
 def _zero_1_and_2(
     files: DeepSpeedFiles, documents: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, tuple[int, ...]]]
-) -> Iterator[Group]:
+) -> Iterator[FlatGroup]:
     where = files.where(files.optimizer[0])
     local_experts = _local_experts(name for group in shapes for name in group)
     for number, group in enumerate(shapes):
@@ -117,11 +117,11 @@ def _zero_1_and_2(
             options = options_of_param(documents[0], number)
             # BF16_Optimizer, which does not store its stage, divides momenta like weights.
             is_whole = "zero_stage" in documents[0] and bool((options or {}).get("use_muon"))
-            yield Group(members, {rank: flats[rank] for rank in ranks}, options, is_whole)
+            yield FlatGroup(members, {rank: flats[rank] for rank in ranks}, options, is_whole)
 
 
 def _consecutive(
-    shapes: Mapping[str, tuple[int, ...]], between: Sequence[int], flats: Sequence[Flat], ranks: Sequence[int]
+    shapes: Mapping[str, tuple[int, ...]], between: Sequence[int], flats: Sequence[FlatPartition], ranks: Sequence[int]
 ) -> Iterator[Member]:
     """Divide the concatenation of parameters, with ``between`` elements of padding after each, into equal parts."""
     size = max(flats[0].sizes)
@@ -138,7 +138,7 @@ def _consecutive(
                     f"{flats[min(part, len(flats) - 1)].where}: its partition ends before {fqn!r:.200}; does the model "
                     f"file belong to it?"
                 )
-            spans.append(Span(ranks[part], at - begin, start, length))
+            spans.append(FlatSpan(ranks[part], at - begin, start, length))
             at += length
         yield Member(fqn, shape, spans)
         begin = end + padding
@@ -177,7 +177,7 @@ def _numbered(fqn: str, position: int, local_experts: Mapping[str, int]) -> str:
 
 def _zero_3(
     files: DeepSpeedFiles, documents: Sequence[Mapping[str, Any]], shapes: Sequence[tuple[str, tuple[int, ...]]]
-) -> Iterator[Group]:
+) -> Iterator[FlatGroup]:
     world_size = len(documents)
     if _count(documents[0].get("partition_count"), 0, world_size) != world_size:
         raise CheckpointError(f"{files.folder.url}: its parameters are divided among some ranks only (MiCS)")
@@ -198,10 +198,10 @@ def _zero_3(
             if start + width > size:
                 raise FormatError(f"{flats[0].where}: its partition ends inside {fqn!r:.200}; is the model file of it?")
             ends = [min((rank + 1) * width, numel) - rank * width for rank in range(world_size)]
-            spans = [Span(rank, rank * width, start, length) for rank, length in enumerate(ends) if length > 0]
+            spans = [FlatSpan(rank, rank * width, start, length) for rank, length in enumerate(ends) if length > 0]
             members.append(Member(fqn, shape, spans))
             start += width
-        yield Group(members, flats, options_of_param(documents[0], number))
+        yield FlatGroup(members, flats, options_of_param(documents[0], number))
     if left:
         raise FormatError(f"{files.where(files.optimizer[0])}: it does not contain {left[-1][0]!r:.200}")
 
@@ -228,7 +228,7 @@ def _paddings(found: Any, number: int, where: str) -> Sequence[int]:
     return between
 
 
-def _flat(document: Mapping[str, Any], key: str, number: int, where: str) -> Flat:
+def _flat(document: Mapping[str, Any], key: str, number: int, where: str) -> FlatPartition:
     groups = items_of(document.get(key), key, where)
     weights = groups[number] if number < len(groups) else None
     if type(weights) is not TensorRef or not weights.is_contiguous or len(weights.shape) != 1:
@@ -239,7 +239,9 @@ def _flat(document: Mapping[str, Any], key: str, number: int, where: str) -> Fla
         padding = paddings[number] if number < len(paddings) else -1
     if type(padding) is not int or padding < 0:
         raise FormatError(f"{where}: group_paddings[{number}] is {padding!r:.80}")
-    return Flat(where, weights, frozenset((weights.numel, weights.numel + padding)), _state(document, number, where))
+    return FlatPartition(
+        where, weights, frozenset((weights.numel, weights.numel + padding)), _state(document, number, where)
+    )
 
 
 def _state(document: Mapping[str, Any], number: int, where: str) -> Mapping[str, Any]:

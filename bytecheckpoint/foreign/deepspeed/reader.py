@@ -8,12 +8,12 @@ from typing import Any
 from ...checkpoint.index import Index
 from ..building import IndexBuilder, StoredLeaf
 from ..naming import EXTRA_SECTION
-from ..place import Place
+from ..source_path import SourcePath
 from ..torch_values import TorchValues
 from .folder import CheckpointFolder, DeepSpeedFiles
 from .model import ModelWriter
-from .optimizer import OptimizerWriter, add_scaler
-from .partitions import Group, flat_groups
+from .optimizer import FlatGroupWriter, add_scaler
+from .partitions import FlatGroup, flat_groups
 from .unpartitioned import add_numbered_optimizer, replicated_groups, universal_groups
 
 __all__ = ["read_deepspeed"]
@@ -31,7 +31,7 @@ _OWN_KEYS = frozenset(
 )
 
 
-def read_deepspeed(place: Place) -> Index | None:
+def read_deepspeed(source: SourcePath) -> Index | None:
     """Return the index of a folder of ``engine.save_checkpoint``, or of one tag in it; None if the path is none.
 
     ``model`` has the tensors in the precision of the computations. ZeRO-3 and universal checkpoints do not store them
@@ -41,11 +41,11 @@ def read_deepspeed(place: Place) -> Index | None:
     Raises ``CorruptionError`` for missing files, ``FormatError`` for damaged ones, and ``CheckpointError`` for pipeline
     and tensor parallelism.
     """
-    folder = None if place.name else CheckpointFolder.find(place)
+    folder = None if source.name else CheckpointFolder.find(source)
     if folder is None:
         return None
     files = DeepSpeedFiles.of(folder)
-    builder = IndexBuilder(place.backend, "DeepSpeed")
+    builder = IndexBuilder(source.backend, "DeepSpeed")
     values = TorchValues(builder)
     model = ModelWriter(builder, values, files)
     _add_optimizer(files, builder, values, model)
@@ -61,7 +61,7 @@ def read_deepspeed(place: Place) -> Index | None:
 
 
 def _add_optimizer(files: DeepSpeedFiles, builder: IndexBuilder, values: TorchValues, model: ModelWriter) -> None:
-    groups: Sequence[Group]
+    groups: Sequence[FlatGroup]
     if files.universal:
         groups, scaler = universal_groups(files)
     elif files.optimizer:
@@ -70,7 +70,7 @@ def _add_optimizer(files: DeepSpeedFiles, builder: IndexBuilder, values: TorchVa
         scaler = files.first.get("optimizer")
         groups = replicated_groups(files, scaler, model.trained)
     if groups:
-        writer = OptimizerWriter(builder, values)
+        writer = FlatGroupWriter(builder, values)
         masters: dict[str, StoredLeaf] = {}
         for group in groups:
             for member in group.members:

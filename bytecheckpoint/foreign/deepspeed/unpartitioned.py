@@ -27,10 +27,10 @@ from ...tensors.shards import torch_dtype
 from ..building import IndexBuilder
 from ..naming import OPTIMIZER_SECTION
 from ..pickles import TensorRef
-from ..place import read_all
+from ..source_path import read_all
 from ..torch_values import TorchValues
 from .folder import DeepSpeedFiles, items_of
-from .partitions import Flat, Group, Member, Span, options_of_param, shapes_of
+from .partitions import FlatGroup, FlatPartition, FlatSpan, Member, options_of_param, shapes_of
 
 __all__ = ["add_numbered_optimizer", "replicated_groups", "universal_groups"]
 
@@ -50,7 +50,7 @@ def add_numbered_optimizer(builder: IndexBuilder, values: TorchValues, found: An
     return True
 
 
-def replicated_groups(files: DeepSpeedFiles, found: Any, trained: Mapping[str, TensorRef]) -> list[Group]:
+def replicated_groups(files: DeepSpeedFiles, found: Any, trained: Mapping[str, TensorRef]) -> list[FlatGroup]:
     """Return one group for each parameter of a mixed-precision optimizer; none if names cannot be determined."""
     state_dict, masters = _state_dict(found), _masters(found)
     if state_dict is None or not masters:
@@ -60,10 +60,10 @@ def replicated_groups(files: DeepSpeedFiles, found: Any, trained: Mapping[str, T
     where = files.where(files.model[0])
     for number, fqn in names.items():
         weights = masters[number]
-        spans = [Span(0, 0, 0, weights.numel)] if weights.numel else []
-        flat = Flat(where, weights, frozenset([weights.numel]), state_dict["state"].get(number, {}))
+        spans = [FlatSpan(0, 0, 0, weights.numel)] if weights.numel else []
+        flat = FlatPartition(where, weights, frozenset([weights.numel]), state_dict["state"].get(number, {}))
         options = options_of_param(state_dict, number)
-        groups.append(Group([Member(fqn, weights.shape, spans)], {0: flat}, options))
+        groups.append(FlatGroup([Member(fqn, weights.shape, spans)], {0: flat}, options))
     return groups
 
 
@@ -149,7 +149,7 @@ def _sample(backend: StorageBackend, tensor: TensorRef) -> torch.Tensor:
 _WEIGHTS, _SUFFIX, _REST = "fp32", ".pt", "zero/optimizer_state.pt"
 
 
-def universal_groups(files: DeepSpeedFiles) -> tuple[list[Group], Any]:
+def universal_groups(files: DeepSpeedFiles) -> tuple[list[FlatGroup], Any]:
     """Return one group for each parameter, and the loss scaler. Raises ``FormatError`` and ``CorruptionError``."""
     where = files.where(files.model[0])
     shapes = [shapes_of(group, where) for group in items_of(files.first.get("param_shapes"), "param_shapes", where)]
@@ -170,18 +170,18 @@ def universal_groups(files: DeepSpeedFiles) -> tuple[list[Group], Any]:
     for (fqn, shape, number), folder, inside in zip(params, folders, names, strict=True):
         state = {name[len(folder) : -len(_SUFFIX)]: _content(next(entries)) for name in inside}
         flat = _flat({**_step(rest, number), **state}, shape, files.where(folder))
-        spans = [Span(0, 0, 0, flat.weights.numel)] if flat.weights.numel else []
-        groups.append(Group([Member(fqn, shape, spans)], {0: flat}, options_of_param(rest, number)))
+        spans = [FlatSpan(0, 0, 0, flat.weights.numel)] if flat.weights.numel else []
+        groups.append(FlatGroup([Member(fqn, shape, spans)], {0: flat}, options_of_param(rest, number)))
     return groups, rest.get("loss_scaler")
 
 
-def _flat(state: dict[str, Any], shape: tuple[int, ...], where: str) -> Flat:
+def _flat(state: dict[str, Any], shape: tuple[int, ...], where: str) -> FlatPartition:
     if _WEIGHTS not in state:
         raise CorruptionError(f"{where}{_WEIGHTS}{_SUFFIX}: file is missing; fetch it again")
     weights = state.pop(_WEIGHTS)
     if type(weights) is not TensorRef or not weights.is_contiguous or weights.numel != prod(shape):
         raise FormatError(f"{where}{_WEIGHTS}{_SUFFIX}: it does not hold a tensor of shape {list(shape)}")
-    return Flat(where, weights, frozenset([weights.numel]), state)
+    return FlatPartition(where, weights, frozenset([weights.numel]), state)
 
 
 def _content(found: Any) -> Any:

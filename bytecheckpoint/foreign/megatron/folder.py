@@ -18,7 +18,7 @@ from ...storage_backends.base import StorageBackend
 from ..archives import read_archive
 from ..building import IndexBuilder, StoredLeaf
 from ..dcp import METADATA_KEY, DcpFolder
-from ..place import Place
+from ..source_path import SourcePath
 
 __all__ = ["Contents", "MegatronFolder", "ShardedObject"]
 
@@ -69,21 +69,21 @@ class MegatronFolder:
     names: Sequence[str]
 
     @classmethod
-    def find(cls, place: Place) -> MegatronFolder | None:
+    def find(cls, source: SourcePath) -> MegatronFolder | None:
         """Return the folder of the iteration that Megatron saved last, or of the path itself; None if it is none.
 
         Raises ``CheckpointError`` for another format of Megatron, and ``CorruptionError`` if the iteration is missing.
         """
-        if place.name:
+        if source.name:
             return None
-        found = cls(place.backend, "", place.children)
+        found = cls(source.backend, "", source.children)
         text = ""
         if _POINTER in found.names and not found._has_files():
-            text = place.backend.get(_POINTER, max_size=_MAX_SMALL_BYTES).decode("utf-8", "replace").strip()
+            text = source.backend.get(_POINTER, max_size=_MAX_SMALL_BYTES).decode("utf-8", "replace").strip()
             if text != "release" and not (text.isdecimal() and len(text) < 20):
                 return None
             prefix = "release/" if text == "release" else f"iter_{int(text):07d}/"
-            found = cls(place.backend, prefix, place.backend.list_children(prefix))
+            found = cls(source.backend, prefix, source.backend.list_children(prefix))
         if any(map(_LEGACY.fullmatch, found.names)):
             raise CheckpointError(
                 f"{found.url} has one file of Megatron's format 'torch' for each model parallel rank, which is not "
@@ -91,8 +91,8 @@ class MegatronFolder:
             )
         if text and not found._has_files():
             raise CorruptionError(
-                f"{place.url}/{_POINTER} names {text!r}, but {found.url}/{_FORMAT} is not there; fetch it, or pass the "
-                f"folder of another iteration"
+                f"{source.url}/{_POINTER} names {text!r}, but {found.url}/{_FORMAT} is not there; fetch it, or pass "
+                f"the folder of another iteration"
             )
         return found if found._has_files() and found._is_torch_dist() else None
 

@@ -24,7 +24,7 @@ from ..pickles import Instance, TensorRef
 from ..torch_values import TorchValues, read_small
 
 __all__ = [
-    "OptimizerWriter",
+    "MegatronOptimizerWriter",
     "ParamOptions",
     "has_remainders",
     "is_of_optimizer",
@@ -82,7 +82,7 @@ def _are_remainders(builder: IndexBuilder, weight: StoredLeaf, master: StoredLea
     return False
 
 
-class OptimizerWriter:
+class MegatronOptimizerWriter:
     """Adds the optimizer to an index. ``model`` has the tensors of the model by name."""
 
     def __init__(self, builder: IndexBuilder, model: Mapping[str, StoredLeaf]) -> None:

@@ -19,13 +19,20 @@ from ...frameworks.optimizer_state import MASTER
 from ...tensors.geometry import Box, row_major_strides
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import Path
-from ..building import IndexBuilder, Piece, StoredLeaf
+from ..building import IndexBuilder, StoredBox, StoredLeaf
 from ..naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION
 from ..pickles import TensorRef
-from ..place import Place, read_all
+from ..source_path import SourcePath, read_all
 from ..torch_values import TorchValues, read_small
 from .folder import Contents, MegatronFolder, ShardedObject
-from .optimizer import OptimizerWriter, ParamOptions, has_remainders, is_of_optimizer, optimizers_of, split_state
+from .optimizer import (
+    MegatronOptimizerWriter,
+    ParamOptions,
+    has_remainders,
+    is_of_optimizer,
+    optimizers_of,
+    split_state,
+)
 
 __all__ = ["per_layer", "read_megatron", "wrapper_prefix"]
 
@@ -34,7 +41,7 @@ _MODULE_STATE = "._extra_state"
 _ADVICE = "load it with Megatron in the layout that wrote it, and save it with bytecheckpoint"
 
 
-def read_megatron(place: Place) -> Index | None:
+def read_megatron(source: SourcePath) -> Index | None:
     """Return the index of a folder of ``dist_checkpointing``, or of the one saved last; None if the path is none.
 
     ``model`` has the tensors per layer and per expert, ``optimizer`` the state, the hyper-parameters and the master
@@ -43,10 +50,10 @@ def read_megatron(place: Place) -> Index | None:
     Raises ``CorruptionError`` for missing files, ``FormatError`` for damaged ones, and ``CheckpointError`` for
     Megatron's other formats.
     """
-    folder = MegatronFolder.find(place)
+    folder = MegatronFolder.find(source)
     if folder is None:
         return None
-    builder = IndexBuilder(place.backend, "Megatron-core")
+    builder = IndexBuilder(source.backend, "Megatron-core")
     contents = folder.read(builder)
     model = {key: leaf for key, leaf in contents.tensors.items() if not is_of_optimizer(key)}
     prefix = wrapper_prefix(model)
@@ -90,7 +97,7 @@ def _add_optimizer(
         builder.add_section(OPTIMIZER_SECTION, "optimizer")
         builder.add_value(OPTIMIZER_SECTION, (), UnreadObject(unread))
     elif state:
-        writer = OptimizerWriter(builder, model)
+        writer = MegatronOptimizerWriter(builder, model)
         writer.add_state(state, ParamOptions(builder, optimizers, contents.common.get(_ARGS)))
         writer.add_scaler(optimizers)
 
@@ -179,7 +186,7 @@ def _unstacked(key: str, leaf: StoredLeaf, axes: int, where: str) -> dict[tuple[
     shape, itemsize = leaf.meta.shape, leaf.meta.dtype.itemsize
     if len(shape) < axes:
         raise FormatError(f"{where}: {key!r:.200} of shape {list(shape)} is no stack of layers or experts")
-    found: dict[tuple[int, ...], list[Piece]] = {}
+    found: dict[tuple[int, ...], list[StoredBox]] = {}
     if max(prod(shape[:axes]), sum(prod(piece.box.lengths[:axes]) for piece in leaf.pieces)) > _MAX_ROWS:
         raise FormatError(f"{where}: {key!r:.200} is a stack of {list(shape[:axes])} layers or experts")
     for piece in leaf.pieces:
@@ -188,7 +195,7 @@ def _unstacked(key: str, leaf: StoredLeaf, axes: int, where: str) -> dict[tuple[
         inner = None if piece.strides is None else strides[axes:]
         for at in product(*map(range, lengths[:axes])):
             start = sum(position * stride for position, stride in zip(at, strides, strict=True))
-            row = Piece(Box(offsets[axes:], lengths[axes:]), piece.file, piece.offset + start * itemsize, inner)
+            row = StoredBox(Box(offsets[axes:], lengths[axes:]), piece.file, piece.offset + start * itemsize, inner)
             found.setdefault(tuple(map(sum, zip(offsets, at, strict=True))), []).append(row)
     missing = [index for index in product(*map(range, shape[:axes])) if index not in found]
     if missing:

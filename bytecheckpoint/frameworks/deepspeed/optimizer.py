@@ -13,7 +13,7 @@ from ..optimizer import LOSS_SCALER, OptimizerAdapter
 from ..optimizer_params import NamedParam, OwnedLayout, owned_layouts
 from ..optimizer_wrappers import StateHolder, as_list
 from .model import optimizer_of
-from .partitions import Partition, Piece, partitions_of, take_changes
+from .partitions import FlatRange, Partition, partitions_of, take_changes
 
 __all__ = ["DeepSpeedOptimizerAdapter"]
 
@@ -43,7 +43,7 @@ class DeepSpeedOptimizerAdapter(OptimizerAdapter):
             # At ZeRO-3, the inner groups have parameters only during a step, so they are not empty groups.
             holders.append(StateHolder(inner, inner.state, (), layers=(optimizer, inner)))
             found.extend((holders[-1], part) for part in partitions_of(optimizer, context))
-        owned = owned_layouts({id(piece.param) for _, part in found for piece in part.pieces}, context)
+        owned = owned_layouts({id(held_range.param) for _, part in found for held_range in part.ranges}, context)
         return holders, [_named(holder, part, owned, context) for holder, part in found]
 
     def capture(self, obj: Any, context: Context) -> SectionSource:
@@ -79,7 +79,7 @@ class DeepSpeedOptimizerAdapter(OptimizerAdapter):
 
 
 def _named(holder: StateHolder, part: Partition, owned: Mapping[int, OwnedLayout], context: Context) -> NamedParam:
-    missing = [piece.param for piece in part.pieces if id(piece.param) not in owned]
+    missing = [held_range.param for held_range in part.ranges if id(held_range.param) not in owned]
     if missing:
         raise StateError(
             f"section {context.section!r}: DeepSpeed's optimizer steps parameters that no section owns (the first one "
@@ -87,37 +87,37 @@ def _named(holder: StateHolder, part: Partition, owned: Mapping[int, OwnedLayout
             "state, for example as 'model'"
         )
     origins: dict[str, tuple[str, str]] = {}
-    for piece in part.pieces:
-        origins.update(owned[id(piece.param)].origins)
+    for held_range in part.ranges:
+        origins.update(owned[id(held_range.param)].origins)
     return NamedParam(
         part.stepped,
-        _layout(part.pieces, tuple(part.stepped.shape), owned, is_partial=part.is_partial),
+        _layout(part.ranges, tuple(part.stepped.shape), owned, is_partial=part.is_partial),
         holder,
         part.group,
         part.stepped,
         master=part.stepped if part.is_master else None,
         origins=origins,
         entry_layouts={
-            key: _layout(pieces, (sum(piece.length for piece in pieces),), owned, is_partial=False)
-            for key, pieces in part.entries.items()
+            key: _layout(ranges, (sum(held_range.length for held_range in ranges),), owned, is_partial=False)
+            for key, ranges in part.entries.items()
         },
     )
 
 
 def _layout(
-    pieces: Iterable[Piece], local_shape: tuple[int, ...], owned: Mapping[int, OwnedLayout], *, is_partial: bool
+    ranges: Iterable[FlatRange], local_shape: tuple[int, ...], owned: Mapping[int, OwnedLayout], *, is_partial: bool
 ) -> ParamLayout:
-    """The layout of a tensor that consists of pieces of parameters."""
+    """The layout of a tensor that consists of ranges of parameters."""
     found = []
     fqns: dict[str, tuple[int, ...]] = {}
     ranks = None
-    for piece in pieces:
-        whole = owned[id(piece.param)].layout
+    for held_range in ranges:
+        whole = owned[id(held_range.param)].layout
         ranks = whole.replica_ranks
         fqns.update(whole.fqns)
-        if piece.length:
-            held = whole.narrowed(piece.first, piece.length)
-            found += [part._replace(start=part.start + piece.start) for part in held.parts]
+        if held_range.length:
+            held = whole.narrowed(held_range.first, held_range.length)
+            found += [part._replace(start=part.start + held_range.start) for part in held.parts]
     if is_partial:
         return ParamLayout(local_shape, tuple(found), fqns)
     return ParamLayout(local_shape, tuple(found), fqns, is_replica=True, replica_ranks=ranks)

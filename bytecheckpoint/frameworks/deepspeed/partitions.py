@@ -21,9 +21,9 @@ from ..module_tree import named_slots
 from ..tensors import dense_view
 
 __all__ = [
+    "FlatRange",
     "Partition",
     "PartitionedParam",
-    "Piece",
     "is_partitioned",
     "partitioned_params",
     "partitions_of",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-class Piece(NamedTuple):
+class FlatRange(NamedTuple):
     """``length`` elements of a model's parameter, or of its local memory, from ``first`` on, at ``start``."""
 
     param: Any
@@ -45,18 +45,18 @@ class Piece(NamedTuple):
 class Partition:
     """One tensor that the inner optimizer steps.
 
-    ``low`` is the model's memory of the same elements. ``pieces`` are the parameters' elements in ``stepped``; those
-    parameters of the group without an element here have pieces of length 0. What is between the pieces is padding.
-    ``entries`` are the pieces of state entries of another size, by key. Without ``is_partial``, every data-parallel
+    ``low`` is the model's memory of the same elements. ``ranges`` are the parameters' elements in ``stepped``; those
+    parameters of the group without an element here have ranges of length 0. What is between the ranges is padding.
+    ``entries`` are the ranges of state entries of another size, by key. Without ``is_partial``, every data-parallel
     rank steps all elements.
     """
 
     stepped: torch.Tensor
     low: torch.Tensor
     group: MutableMapping[str, Any]
-    pieces: Sequence[Piece]
+    ranges: Sequence[FlatRange]
     is_partial: bool = True
-    entries: dict[str, Sequence[Piece]] = field(default_factory=dict)
+    entries: dict[str, Sequence[FlatRange]] = field(default_factory=dict)
 
     @property
     def is_copy(self) -> bool:
@@ -114,38 +114,38 @@ def _zero_1_and_2(optimizer: Any) -> Iterator[Partition]:
         low = optimizer.parallel_partitioned_bit16_groups[number][
             dist.get_rank(optimizer.real_dp_process_group[number])
         ]
-        pieces = _pieces(low, whole, [(param, param) for param in params])
+        ranges = _flat_ranges(low, whole, [(param, param) for param in params])
         group = _group_of(optimizer, flat, number)
-        yield Partition(flat, low, group, pieces, entries=_muon_entries(optimizer, number))
+        yield Partition(flat, low, group, ranges, entries=_muon_entries(optimizer, number))
 
 
 def _bf16(optimizer: Any) -> Iterator[Partition]:
     for number, params in enumerate(optimizer.bf16_groups):
         flat, whole = optimizer.fp32_groups_flat_partition[number], optimizer.bf16_groups_flat[number]
         low = optimizer.bf16_partitioned_groups[number][dist.get_rank(optimizer.real_dp_process_group[number])]
-        pieces = _pieces(low, whole, [(param, param) for param in params])
-        yield Partition(flat, low, _group_of(optimizer, flat, number), pieces)
+        ranges = _flat_ranges(low, whole, [(param, param) for param in params])
+        yield Partition(flat, low, _group_of(optimizer, flat, number), ranges)
 
 
 def _fused(optimizer: Any) -> Iterator[Partition]:
     for number, params in enumerate(optimizer.fp16_groups):
         flat, low = optimizer.fp32_groups_flat[number], optimizer.fp16_groups_flat[number]
-        pieces = _pieces(low, low, [(param, param) for param in params])
-        yield Partition(flat, low, _group_of(optimizer, flat, number), pieces, is_partial=False)
+        ranges = _flat_ranges(low, low, [(param, param) for param in params])
+        yield Partition(flat, low, _group_of(optimizer, flat, number), ranges, is_partial=False)
 
 
 def _unfused(optimizer: Any) -> Iterator[Partition]:
     for number, (params, copies) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)):
         for param, copy in zip(params, copies, strict=True):
             group = _group_of(optimizer, copy, number)
-            yield Partition(copy, param, group, [Piece(param, 0, 0, param.numel())], is_partial=False)
+            yield Partition(copy, param, group, [FlatRange(param, 0, 0, param.numel())], is_partial=False)
 
 
 def _zero_3(optimizer: Any) -> Iterator[Partition]:
     for number, params in enumerate(optimizer.fp16_groups):
         flat, low = optimizer.fp32_partitioned_groups_flat[number], optimizer.fp16_partitioned_groups_flat[number]
-        pieces = _pieces(low, low, [(param, param.ds_tensor) for param in params])
-        yield Partition(flat, low, _group_of(optimizer, flat, optimizer.sub_group_to_group_id[number]), pieces)
+        ranges = _flat_ranges(low, low, [(param, param.ds_tensor) for param in params])
+        yield Partition(flat, low, _group_of(optimizer, flat, optimizer.sub_group_to_group_id[number]), ranges)
 
 
 _FINDERS: dict[tuple[str, str], Callable[[Any], Iterator[Partition]]] = {
@@ -166,7 +166,7 @@ def _group_of(optimizer: Any, stepped: torch.Tensor, number: int) -> MutableMapp
     return groups[number]
 
 
-def _pieces(low: torch.Tensor, whole: torch.Tensor, held: Iterable[tuple[Any, torch.Tensor]]) -> list[Piece]:
+def _flat_ranges(low: torch.Tensor, whole: torch.Tensor, held: Iterable[tuple[Any, torch.Tensor]]) -> list[FlatRange]:
     """Where the memory of each parameter lies in this rank's partition ``low`` of the flat tensor ``whole``.
 
     Addresses are the only reliable source: DeepSpeed's own links (``_hp_mapping``) point to the wrong elements if
@@ -182,18 +182,18 @@ def _pieces(low: torch.Tensor, whole: torch.Tensor, held: Iterable[tuple[Any, to
             )
         at = (memory.data_ptr() - low.data_ptr()) // width
         start, stop = max(at, 0), min(at + memory.numel(), low.numel())
-        found.append(Piece(param, start - at, start, stop - start) if start < stop else Piece(param, 0, 0, 0))
+        found.append(FlatRange(param, start - at, start, stop - start) if start < stop else FlatRange(param, 0, 0, 0))
     return found
 
 
-def _consecutive(params: Sequence[Any], lengths: Sequence[int]) -> Iterator[Piece]:
+def _consecutive(params: Sequence[Any], lengths: Sequence[int]) -> Iterator[FlatRange]:
     start = 0
     for param, length in zip(params, lengths, strict=True):
-        yield Piece(param, 0, start, length)
+        yield FlatRange(param, 0, start, length)
         start += length
 
 
-def _muon_entries(optimizer: Any, number: int) -> dict[str, Sequence[Piece]]:
+def _muon_entries(optimizer: Any, number: int) -> dict[str, Sequence[FlatRange]]:
     """Muon's momentum at ZeRO-1 and 2: one buffer of the complete parameters of which the partition has a fragment."""
     params = optimizer.params_in_partition[number]
     if not params or not getattr(params[0], "use_muon", False):

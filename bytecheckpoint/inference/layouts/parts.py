@@ -16,11 +16,11 @@ import torch
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box, row_major_strides
 
-__all__ = ["BoxView", "Part", "StridedView", "box_of", "without_duplicates"]
+__all__ = ["BoxView", "StridedView", "TensorBox", "box_of", "without_duplicates"]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorBox:
     """``box`` of the tensor ``name`` of shape ``shape``, cast to ``dtype``."""
 
     name: str
@@ -33,9 +33,9 @@ class Part:
         return self.box.numel * self.dtype.itemsize
 
 
-def without_duplicates(parts: Iterable[Part]) -> list[Part]:
+def without_duplicates(parts: Iterable[TensorBox]) -> list[TensorBox]:
     """``parts`` in order, without those that another part of the same dtype contains."""
-    by_name: dict[tuple[str, DType], list[Part]] = {}
+    by_name: dict[tuple[str, DType], list[TensorBox]] = {}
     distinct = list(dict.fromkeys(parts))
     for part in distinct:
         by_name.setdefault((part.name, part.dtype), []).append(part)

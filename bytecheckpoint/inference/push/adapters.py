@@ -21,7 +21,7 @@ from .messages import check_faults
 from .quantization.blocks import Blocks
 from .receiver import Receiver
 
-__all__ = ["Adapter", "AdapterHost", "AdapterModel", "AdapterReceivers", "LoraFactor", "LoraLayer", "factor_of"]
+__all__ = ["AdapterHost", "AdapterModel", "AdapterReceivers", "LoraAdapter", "LoraFactor", "LoraLayer", "factor_of"]
 
 
 _NAME = re.compile(
@@ -48,7 +48,7 @@ class LoraFactor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraAdapter:
     """A pushed adapter: PEFT's ``config``, and its ``tensors`` in the engine's adapter dtype, under PEFT's names."""
 
     config: Mapping[str, Any]
@@ -74,10 +74,10 @@ class AdapterHost(Protocol):
     def is_elsewhere(self, module: str) -> bool:
         """Return whether another worker may have a module that is not in ``layers``."""
 
-    def pushed(self, name: str) -> Adapter | None:
+    def pushed(self, name: str) -> LoraAdapter | None:
         """Return the adapter that ``put`` set."""
 
-    def put(self, name: str, adapter: Adapter | None) -> None:
+    def put(self, name: str, adapter: LoraAdapter | None) -> None:
         """Serve the adapter under this name; None restores what the engine itself has. May be called again after an
         exception."""
 
@@ -99,7 +99,7 @@ class AdapterModel(EngineModel):
 
     def __init__(self, host: AdapterHost, name: str, config: str, loaded: Callable[[], None]) -> None:
         self._host, self._name, self._config_text, self._loaded = host, name, config, loaded
-        self._before: Adapter | None = None
+        self._before: LoraAdapter | None = None
 
     def make(self) -> nn.Module:
         """Make the tensors that an unambiguous configuration implies, so that missing ones are detected."""
@@ -129,7 +129,7 @@ class AdapterModel(EngineModel):
         taken: dict[str, torch.Tensor] = {}
         for name, _, tensor in self._requested(weights):
             taken[name] = torch.empty(tensor.shape, dtype=self._host.dtype).copy_(tensor)
-        self._host.put(self._name, Adapter(self._config(), taken))
+        self._host.put(self._name, LoraAdapter(self._config(), taken))
         self._loaded()
 
     def restore(self) -> bool:

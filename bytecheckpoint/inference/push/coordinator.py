@@ -23,7 +23,7 @@ from .quantization.quantizer import holdings_of_blocks, plan_exchange
 from .report import PushReport, WorkerReport
 from .requests import TensorRequest, blocks_by_name, request_tensors
 from .transports.group import GroupAddress, GroupBackend, GroupRendezvous
-from .writing import Outcome
+from .writing import SenderResult
 
 __all__ = ["PushCoordinator"]
 
@@ -207,7 +207,7 @@ class PushCoordinator:
             members[worker.receiver] = [number, None if is_known else packed]
         self._ask_all("join_group", {"address": address, "members": members}, budget)
 
-    def verify(self, outcomes: Sequence[Outcome], version: int | str, budget: Budget) -> None:
+    def verify(self, outcomes: Sequence[SenderResult], version: int | str, budget: Budget) -> None:
         """First phase of the commit: every worker verifies every chunk."""
         digests, unchanged = self.assignments.chunk_digests(outcomes)
         receivers = [worker.receiver for worker in self.bound.workers]
@@ -274,7 +274,7 @@ class PushCoordinator:
             found[worker.engine] = holder, was_inconsistent or bool(answer["inconsistent_reason"])
         return [found[number] for number in range(len(self._engines))]
 
-    def report(self, outcomes: Sequence[Outcome], version: int | str, seconds: dict[str, float]) -> PushReport:
+    def report(self, outcomes: Sequence[SenderResult], version: int | str, seconds: dict[str, float]) -> PushReport:
         nbytes, written = self.assignments.nbytes_by_fate(outcomes, is_broadcast=self._group is not None)
         workers = [
             WorkerReport(self._engines[of.engine].name, of.number, of.host, sum(layout.sizes), *counted)

@@ -19,7 +19,7 @@ from ...tensors.dtypes import DType, is_lossless_cast
 from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import basic_meta, torch_dtype
-from ..layouts.parts import Part, StridedView, box_of, without_duplicates
+from ..layouts.parts import StridedView, TensorBox, box_of, without_duplicates
 from ..layouts.recording import Copy, Recorder, UnrecordedWrites, storage_identity, tensor_in_use, uncovered
 from .layout import ChunkStore, Layout
 from .messages import Table, check_faults
@@ -70,7 +70,7 @@ class LoadRecord:
     """The ``parts`` that a load requests, in its order and without duplicates, and its ``copies``: ``(part, box)`` for
     each copy from a part into a parameter."""
 
-    parts: list[Part]
+    parts: list[TensorBox]
     copies: list[tuple[int, Box]]
 
 
@@ -131,8 +131,8 @@ def _load_record(recorder: Recorder, metas: dict[str, BasicMeta], copies: Sequen
         found = box_of(meta.shape, copy.view)
         if copy.name not in seen and copy.view.numel:
             box = Box.whole(meta.shape) if found is None else found.box
-            requested.append(Part(copy.name, meta.shape, box, _wire_dtype(meta.dtype, copy.target)))
-    whole = [Part(name, meta.shape, Box.whole(meta.shape), meta.dtype) for name, meta in metas.items()]
+            requested.append(TensorBox(copy.name, meta.shape, box, _wire_dtype(meta.dtype, copy.target)))
+    whole = [TensorBox(name, meta.shape, Box.whole(meta.shape), meta.dtype) for name, meta in metas.items()]
     parts = without_duplicates([*requested, *(part for part in whole if part.name in seen and part.nbytes)])
     by_name = _by_name(parts)
     found_parts = [(_part_with(parts, by_name[one.name], one.box, one.dtype), one.box) for one in requested]
@@ -154,14 +154,14 @@ def _check_floats(metas: dict[str, BasicMeta], copies: Sequence[Copy], seen: set
     )
 
 
-def _by_name(parts: Sequence[Part]) -> dict[str, list[int]]:
+def _by_name(parts: Sequence[TensorBox]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for number, part in enumerate(parts):
         found.setdefault(part.name, []).append(number)
     return found
 
 
-def _part_with(parts: Sequence[Part], numbers: Iterable[int], box: Box, dtype: DType) -> int | None:
+def _part_with(parts: Sequence[TensorBox], numbers: Iterable[int], box: Box, dtype: DType) -> int | None:
     """Return the first of ``numbers`` whose part has ``dtype`` and contains ``box``."""
     return next((n for n in numbers if parts[n].dtype == dtype and parts[n].box.contains(box)), None)
 

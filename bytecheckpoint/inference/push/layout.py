@@ -20,7 +20,7 @@ import xxhash
 from ...errors import BytecheckpointError
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
-from ..layouts.parts import Part
+from ..layouts.parts import TensorBox
 from .messages import pack_parts, unpack_parts
 
 __all__ = ["ALIGNMENT_BYTES", "ChunkStore", "Holding", "Layout", "Waves", "Write", "align", "cut_box"]
@@ -54,7 +54,7 @@ def cut_box(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
 class Layout:
     """The chunks of one worker, ``(part, box)`` each, stored one after another at aligned offsets."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TensorBox, ...]
     chunks: tuple[tuple[int, Box], ...]
 
     @cached_property

@@ -14,7 +14,7 @@ from ...engine.tensor_bytes import byte_view
 from ...errors import EngineError
 from .layout import ALIGNMENT_BYTES, Layout, Waves, align
 from .messages import Table
-from .transports.shared_memory import Arena, ArenaChunks
+from .transports.shared_memory import ArenaChunks, SharedArena
 
 __all__ = [
     "DOUBLE",
@@ -134,7 +134,7 @@ class HeldVersion:
 
     table: Table
     layout: Layout
-    arena: Arena | None
+    arena: SharedArena | None
     digests: list[int]
     version: Version = None
     applied_by: str = ""
@@ -235,7 +235,7 @@ class VersionStore:
             if found is not None:
                 found.release()
             found = HeldVersion(table, layout, None, [])
-        self.next = found or HeldVersion(table, layout, Arena(layout.nbytes, self._device), [])
+        self.next = found or HeldVersion(table, layout, SharedArena(layout.nbytes, self._device), [])
         return self.next
 
     def serve_next(self, transaction: str) -> None:

@@ -26,11 +26,11 @@ from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
-from ..layouts.parts import Part
+from ..layouts.parts import TensorBox
 
 __all__ = [
     "PROTOCOL",
-    "Failure",
+    "FailureResponse",
     "Faults",
     "SenderLost",
     "Table",
@@ -116,14 +116,14 @@ def check_faults(text: str, faults: Faults, *, then: str = "", limit: int = 20) 
         raise MismatchError(f"{text}:{listed}{then}", list(faults))
 
 
-def pack_parts(parts: Sequence[Part]) -> bytes:
+def pack_parts(parts: Sequence[TensorBox]) -> bytes:
     packed: bytes = msgpack.packb([(part.name, part.shape, *part.box, part.dtype.name) for part in parts])
     return packed
 
 
-def unpack_parts(data: bytes) -> list[Part]:
+def unpack_parts(data: bytes) -> list[TensorBox]:
     return [
-        Part(name, shape, Box(offsets, lengths), find_dtype(dtype))
+        TensorBox(name, shape, Box(offsets, lengths), find_dtype(dtype))
         for name, shape, offsets, lengths, dtype in msgpack.unpackb(data, use_list=False)
     ]
 
@@ -146,7 +146,7 @@ def first_cause(errors: Sequence[BytecheckpointError]) -> BytecheckpointError:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailureResponse:
     """A worker's exception in a response. ``serving`` states what the worker serves after it."""
 
     kind: str
@@ -156,7 +156,7 @@ class Failure:
     serving: str
 
     @classmethod
-    def of(cls, error: BaseException, serving: str) -> Failure:
+    def of(cls, error: BaseException, serving: str) -> FailureResponse:
         text = traceback_text_of(error)[-_MAX_TRACEBACK:]
         return cls(type(error).__name__, message_of(error), faults_of(error), text, serving)
 

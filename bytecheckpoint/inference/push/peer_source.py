@@ -26,10 +26,10 @@ from ...tensors.shards import torch_dtype
 from .memory import HeldVersion
 from .messages import SenderLost, without_traceback
 from .quantization.quantizer import Quantizer
-from .sender import Assignment, Sender
-from .sources import Source
+from .sender import PushAssignment, Sender
+from .sources import PushSource
 from .transports.base import Transport, TransportBroken
-from .transports.shared_memory import Arena
+from .transports.shared_memory import SharedArena
 
 __all__ = ["ArenaSource", "HeldType", "PeerSource", "held_type"]
 
@@ -48,7 +48,7 @@ def held_type(held: Sequence[HeldType], box: Box) -> DType:
     raise PlanError(f"{box} is not held; the plan belongs to another version")
 
 
-class ArenaSource(Source):
+class ArenaSource(PushSource):
     """One worker's share of its served version.
 
     ``fetch`` may return other dtypes than ``table`` states: those in which the worker received its parts. Where it
@@ -112,8 +112,8 @@ class PeerSource:
         self._transfers: dict[str, _Transfer] = {}
 
     def hold(self, message: Mapping[str, Any], served: HeldVersion | None, inconsistent_reason: str) -> dict[str, Any]:
-        """Describe the served version (``Source.describe``) and the dtypes of its boxes. Its bytes stay unchanged for
-        ``hold_s`` seconds and while they are sent."""
+        """Describe the served version (``PushSource.describe``) and the dtypes of its boxes. Its bytes stay unchanged
+        for ``hold_s`` seconds and while they are sent."""
         self._end_expired()
         if inconsistent_reason:
             raise StateError(f"it serves no consistent version ({inconsistent_reason}); push to it again first")
@@ -194,8 +194,8 @@ class PeerSource:
 class _Transfer:
     """One transaction. ``arena`` is None when its bytes are no longer read."""
 
-    def __init__(self, arena: Arena, source: ArenaSource, hold_s: float) -> None:
-        self.arena: Arena | None = arena
+    def __init__(self, arena: SharedArena, source: ArenaSource, hold_s: float) -> None:
+        self.arena: SharedArena | None = arena
         self.joining: frozenset[str] = frozenset()
         self.written = 0
         self._source: ArenaSource | None = source
@@ -218,7 +218,7 @@ class _Transfer:
     def begin(
         self,
         sender: Sender,
-        assignment: Assignment,
+        assignment: PushAssignment,
         mapped: dict[int, Transport],
         endpoints: Mapping[int, Any],
         *,
@@ -266,7 +266,7 @@ class _Transfer:
     def _ended(self) -> EngineError:
         return EngineError(f"sending to another engine was ended: {self._end_reason}")
 
-    def _run(self, sender: Sender, assignment: Assignment, endpoints: Mapping[int, Any]) -> None:
+    def _run(self, sender: Sender, assignment: PushAssignment, endpoints: Mapping[int, Any]) -> None:
         try:
             self._outcome = self._write(sender, assignment, endpoints)
         except BaseException as error:  # noqa: BLE001 - the coordinator raises it
@@ -280,7 +280,7 @@ class _Transfer:
             self._release()
             sender.close()
 
-    def _write(self, sender: Sender, assignment: Assignment, endpoints: Mapping[int, Any]) -> bytes:
+    def _write(self, sender: Sender, assignment: PushAssignment, endpoints: Mapping[int, Any]) -> bytes:
         assert self._source is not None
         for target in sender.targets:
             self._check()

@@ -18,14 +18,14 @@ from ...errors import DisagreementError, PlanError
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ..layouts.hub_names import scale_name
-from ..layouts.parts import Part
+from ..layouts.parts import TensorBox
 from .layout import Holding, Layout, Waves, Write, cut_box
 from .messages import Table, check_faults, list_faults
 from .quantization.blocks import Blocks, cut_blocks, without
-from .quantization.quantizer import Exchange, pack_task
-from .transports.base import Place
+from .quantization.quantizer import MaximaExchange, pack_task
+from .transports.base import ChunkTarget
 from .transports.group_transport import plan_receptions
-from .writing import SENT, UNCHANGED, Job, Outcome, pack_writes
+from .writing import SENT, UNCHANGED, Job, SenderResult, pack_writes
 
 __all__ = [
     "CHUNK_BYTES",
@@ -65,7 +65,7 @@ _Key = tuple[str, Box, DType]
 
 
 def plan_push(
-    requested: Sequence[Sequence[Part]],
+    requested: Sequence[Sequence[TensorBox]],
     held: Mapping[str, Sequence[Holding]],
     senders: int,
     *,
@@ -103,12 +103,12 @@ def plan_push(
     return Plan(tuple(layouts), tuple(tuple(of_sender) for of_sender in writes), tuple(sender for sender, _ in order))
 
 
-def _key(parts: Sequence[Part], chunk: tuple[int, Box]) -> _Key:
+def _key(parts: Sequence[TensorBox], chunk: tuple[int, Box]) -> _Key:
     part = parts[chunk[0]]
     return part.name, chunk[1], part.dtype
 
 
-def _common_order(requested: Sequence[Sequence[Part]], made: Sequence[Sequence[tuple[int, Box]]]) -> list[_Key]:
+def _common_order(requested: Sequence[Sequence[TensorBox]], made: Sequence[Sequence[tuple[int, Box]]]) -> list[_Key]:
     """Order chunks by when a target first loads them, relative to all of its chunks. Since all targets and senders
     share this order, a stream to several workers cannot deadlock."""
     first: dict[_Key, float] = {}
@@ -119,7 +119,7 @@ def _common_order(requested: Sequence[Sequence[Part]], made: Sequence[Sequence[t
     return sorted(first, key=first.__getitem__)
 
 
-def check_taken_whole(engine: str, table: Table, requested: Sequence[Sequence[Part]]) -> None:
+def check_taken_whole(engine: str, table: Table, requested: Sequence[Sequence[TensorBox]]) -> None:
     """Raise ``MismatchError`` when an engine requests only a part of a tensor: the tensor is larger than the engine's
     model expects. A tensor that the engine does not request at all (a tied head) is allowed."""
     boxes: dict[str, set[Box]] = {}
@@ -144,7 +144,7 @@ class _Chunking:
         self._faults: dict[str, str] = {}
         self.owners: dict[_Key, tuple[int, ...]] = {}
 
-    def chunks(self, part: Part) -> list[Box]:
+    def chunks(self, part: TensorBox) -> list[Box]:
         key = (part.name, part.box, part.dtype)
         if key not in self._made:
             self._made[key] = made = []
@@ -154,12 +154,12 @@ class _Chunking:
                     self.owners[(part.name, chunk, part.dtype)] = senders
         return self._made[key]
 
-    def _cut(self, part: Part, box: Box) -> Iterator[Box]:
+    def _cut(self, part: TensorBox, box: Box) -> Iterator[Box]:
         blocks = self._blocks.get(part.name)
         for rows in [box] if blocks is None else cut_blocks(box, blocks, self._chunk_bytes // part.dtype.itemsize):
             yield from cut_box(rows, part.dtype.itemsize, self._chunk_bytes)
 
-    def _pieces(self, part: Part) -> Iterator[Holding]:
+    def _pieces(self, part: TensorBox) -> Iterator[Holding]:
         held = self._held.get(part.name)
         missing = [part.box]
         for holding in held.near(part.box) if held is not None else ():
@@ -247,7 +247,7 @@ class Assignments:
         """The bytes that all senders write when no worker holds any of them yet."""
         return sum(job.nbytes for jobs in self.jobs for job in jobs)
 
-    def chunk_digests(self, outcomes: Sequence[Outcome]) -> tuple[list[list[int]], list[list[int]]]:
+    def chunk_digests(self, outcomes: Sequence[SenderResult]) -> tuple[list[list[int]], list[list[int]]]:
         """Return the digest of every chunk of each target, and the chunks that a target copies from what it serves."""
         digests = [[0] * len(layout.chunks) for layout in self.layouts]
         unchanged: list[list[int]] = [[] for _ in self.layouts]
@@ -257,7 +257,9 @@ class Assignments:
                 unchanged[place.target].append(place.chunk)
         return digests, unchanged
 
-    def nbytes_by_fate(self, outcomes: Sequence[Outcome], *, is_broadcast: bool) -> tuple[list[list[int]], list[int]]:
+    def nbytes_by_fate(
+        self, outcomes: Sequence[SenderResult], *, is_broadcast: bool
+    ) -> tuple[list[list[int]], list[int]]:
         """Return the bytes of each target by fate, and the bytes that left each sender; a broadcast chunk leaves it
         once."""
         counted = [[0, 0, 0] for _ in self.layouts]
@@ -268,7 +270,7 @@ class Assignments:
                 written[sender] += job.write.nbytes
         return counted, written
 
-    def _fates(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[int, Job, Place, int, int]]:
+    def _fates(self, outcomes: Sequence[SenderResult]) -> Iterator[tuple[int, Job, ChunkTarget, int, int]]:
         """Yield the sender, job, place, digest and fate of each chunk of each target."""
         for sender, (jobs, outcome) in enumerate(zip(self.jobs, outcomes, strict=True)):
             fates = iter(outcome.fates)
@@ -293,7 +295,7 @@ class BoundPlan:
     workers: list[Worker]
     tables: list[bytes]
     blocks: dict[str, Blocks]
-    exchange: Exchange
+    exchange: MaximaExchange
     _assigned: dict[Rings, Assignments] = field(default_factory=dict)
 
     def assignments(self, rings: Rings) -> Assignments:
@@ -328,16 +330,16 @@ class BoundPlan:
         return sorted(writes, key=lambda write: write.name in scales)
 
 
-def _places(layouts: Sequence[Layout], rings: Rings) -> list[list[Place]]:
+def _places(layouts: Sequence[Layout], rings: Rings) -> list[list[ChunkTarget]]:
     """Return the place of each chunk of each target, in its ring buffer or in its arena."""
     if not rings:
         return [
-            [Place(target, offset, chunk) for chunk, offset in enumerate(layout.offsets[:-1])]
+            [ChunkTarget(target, offset, chunk) for chunk, offset in enumerate(layout.offsets[:-1])]
             for target, layout in enumerate(layouts)
         ]
     waves = [Waves(layout, *ring) for layout, ring in zip(layouts, rings, strict=True)]
     return [
-        [Place(target, of.offset(chunk), chunk, of.wave_of[chunk]) for chunk in range(len(of.layout.chunks))]
+        [ChunkTarget(target, of.offset(chunk), chunk, of.wave_of[chunk]) for chunk in range(len(of.layout.chunks))]
         for target, of in enumerate(waves)
     ]
 

@@ -19,13 +19,13 @@ from .engines.base import Budget
 from .quantization.quantizer import Quantizer
 from .report import ProgressReporter, PushReport
 from .sender import Sender
-from .sources import Source
+from .sources import PushSource
 from .stream_apply import StreamApply
 from .transports.base import Transport, TransportBroken
 from .transports.group import Group, GroupAddress
 from .transports.group_transport import GroupTransport
 from .transports.tcp import TcpTransport
-from .writing import Outcome
+from .writing import SenderResult
 
 __all__ = ["ENGINE_SHARE", "Push", "RankPush"]
 
@@ -60,7 +60,7 @@ class Push(ABC):
         with self._stage("prepare"):
             is_streamed = self._prepare()
         with self._stage("stream" if is_streamed else "write"):
-            outcomes = [Outcome(*msgpack.unpackb(one)) for one in self._send(version, is_streamed=is_streamed)]
+            outcomes = [SenderResult(*msgpack.unpackb(one)) for one in self._send(version, is_streamed=is_streamed)]
         if not is_streamed:
             budget = self._budget()
             with self._stage("verify"):
@@ -135,7 +135,7 @@ class Push(ABC):
 class RankPush(Push):
     """A push of a job's own tensors: each rank sends those of its source."""
 
-    make_source: Callable[[], Source]
+    make_source: Callable[[], PushSource]
 
     def _describe(self) -> int | str:
         op, version = self.op, self.version

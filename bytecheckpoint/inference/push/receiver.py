@@ -26,14 +26,14 @@ from .layout import ChunkStore
 from .leases import PauseLease
 from .lifecycle import PushLifecycle
 from .memory import STREAMED, HeldVersion, MemoryPolicy, VersionStore
-from .messages import PROTOCOL, Failure, Table, decode, encode, pack_parts
+from .messages import PROTOCOL, FailureResponse, Table, decode, encode, pack_parts
 from .peer_source import PeerSource
 from .transports.base import Digest, word_digest, xxh3_digest
 from .transports.cuda_ipc import DeviceArena
 from .transports.group import GroupAddress
 from .transports.group_transport import GroupMember, GroupMemory
 from .transports.ring import RingBuffer, RingMemory
-from .transports.shared_memory import Arena
+from .transports.shared_memory import SharedArena
 from .transports.tcp import ChunkServer
 
 __all__ = ["Receiver", "refuse"]
@@ -110,7 +110,7 @@ class Receiver:
             notify(f"push.worker.{kind}", "exit")
         except Exception as error:  # noqa: BLE001 - the coordinator raises it, see messages.py
             _log.log(self._log_level, "push: %s", error, exc_info=True)
-            answer["failure"] = vars(Failure.of(error, self._serving()))
+            answer["failure"] = vars(FailureResponse.of(error, self._serving()))
         served = self._versions.served
         answer["version"] = None if served is None else served.version
         answer["inconsistent_reason"] = self._inconsistent_reason or (base._inconsistent_reason if base else "")
@@ -455,7 +455,7 @@ def refuse(error: Exception, request: Any) -> str:
     }
     with suppress(BytecheckpointError, TypeError, AttributeError):
         answer["nonce"] = decode(request).get("nonce")
-    answer["failure"] = vars(Failure.of(error, ""))
+    answer["failure"] = vars(FailureResponse.of(error, ""))
     return encode(answer)
 
 
@@ -480,5 +480,5 @@ def _open_ring(
     elif message["cuda_ipc"]:
         memory, digest = DeviceArena(waves.nbytes), word_digest
     else:
-        memory = Arena(waves.nbytes, device)
+        memory = SharedArena(waves.nbytes, device)
     return RingBuffer(waves, record.copies, _PATIENCE * message["deadline_s"], memory, digest)

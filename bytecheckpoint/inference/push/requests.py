@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import MismatchError
 from ...tensors.metadata import BasicMeta
 from ..layouts.hub_names import scale_name
-from ..layouts.parts import Part
+from ..layouts.parts import TensorBox
 from .engines.base import Budget, Engine, ask
 from .messages import Table, check_faults, unpack_parts
 from .plan import check_taken_whole
@@ -31,7 +31,7 @@ class TensorRequest:
     """
 
     answers: list[dict[str, Any]]
-    parts: list[list[Part]]
+    parts: list[list[TensorBox]]
     table: Table
     blocks: dict[str, Blocks]
 
@@ -70,7 +70,7 @@ def blocks_by_name(requests: Iterable[TensorRequest]) -> dict[str, Blocks]:
 
 def _describe(
     engine: Engine, table: Table, budget: Budget, *, strict: bool
-) -> tuple[list[dict[str, Any]], list[list[Part]]]:
+) -> tuple[list[dict[str, Any]], list[list[TensorBox]]]:
     answers = ask(engine, "describe", {"table": table.packed, "strict": strict}, budget.left)
     parts = [unpack_parts(answer["parts"]) for answer in answers]
     if not any(parts):  # a single pipeline stage may request nothing
@@ -78,7 +78,7 @@ def _describe(
     return answers, parts
 
 
-def _narrowed(table: Table, parts: Sequence[Sequence[Part]]) -> list[str]:
+def _narrowed(table: Table, parts: Sequence[Sequence[TensorBox]]) -> list[str]:
     narrow = {part.name for of_worker in parts for part in of_worker if is_narrow(part.dtype)}
     return [name for name, meta in table.rows if name in narrow and is_wide(meta.dtype)]
 
@@ -101,7 +101,7 @@ def _quantized(table: Table, blocks: Mapping[str, Blocks]) -> Table:
     return Table(tuple(rows))
 
 
-def _check_quantized_everywhere(engine: Engine, names: Iterable[str], parts: Sequence[Sequence[Part]]) -> None:
+def _check_quantized_everywhere(engine: Engine, names: Iterable[str], parts: Sequence[Sequence[TensorBox]]) -> None:
     """Refuse a tensor that is requested both ways: an unquantized parameter would get values without their scale."""
     quantized = set(names)
     wide = {
@@ -116,7 +116,7 @@ def _check_quantized_everywhere(engine: Engine, names: Iterable[str], parts: Seq
     )
 
 
-def _check_scales_requested(engine: Engine, blocks: Mapping[str, Blocks], parts: Sequence[Sequence[Part]]) -> None:
+def _check_scales_requested(engine: Engine, blocks: Mapping[str, Blocks], parts: Sequence[Sequence[TensorBox]]) -> None:
     requested = {part.name for of_worker in parts for part in of_worker}
     missing = [scale_name(name) for name in blocks if scale_name(name) not in requested]
     check_faults(

@@ -18,7 +18,7 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
 from .quantization.blocks import QUANTIZED
 from .quantization.quantizer import Quantizer
-from .sources import Source
+from .sources import PushSource
 from .transports.base import Transport, word_digest, xxh3_digest
 from .transports.cuda_ipc import compute_device
 from .transports.group import Membership
@@ -26,11 +26,11 @@ from .transports.shared_memory import ArenaAddress, SharedMemoryTransport
 from .transports.tcp import TcpTransport
 from .writing import ChunkFormat, Job, check_finite, unpack_writes, write_all
 
-__all__ = ["Assignment", "Sender"]
+__all__ = ["PushAssignment", "Sender"]
 
 
 @dataclass(frozen=True)
-class Assignment:
+class PushAssignment:
     """What a sender must know for one push, besides its jobs. ``rings`` is empty unless weights are streamed."""
 
     arenas: list[ArenaAddress | None]
@@ -61,16 +61,16 @@ class Sender:
         """The bytes that this sender writes when no worker holds any of them yet."""
         return sum(job.nbytes for job in self.jobs)
 
-    def take(self, packed: bytes) -> Assignment:
+    def take(self, packed: bytes) -> PushAssignment:
         """Unpack an assignment, and keep its jobs if they are new."""
         plain = msgpack.unpackb(packed)
         plan, writes, task = (plain.pop(key) for key in ("plan", "writes", "task"))
         if writes is not None:
             self.jobs, self.plan, self.task = unpack_writes(writes), plan, task
         plain["arenas"] = [address and ArenaAddress(*address) for address in plain["arenas"]]
-        return Assignment(**plain)
+        return PushAssignment(**plain)
 
-    def shared_memory(self, assignment: Assignment) -> dict[int, Transport]:
+    def shared_memory(self, assignment: PushAssignment) -> dict[int, Transport]:
         """Return transports to the targets whose arenas this process can map.
 
         Mappings are kept for as long as the worker keeps the arena: the first write to each page of a new mapping costs
@@ -89,7 +89,7 @@ class Sender:
                 found[target] = self._mapped[address.token] = transport
         return found
 
-    def check_before_stream(self, source: Source) -> None:
+    def check_before_stream(self, source: PushSource) -> None:
         """Check the values of a live state, as they will be sent, before an engine loads the first of them. Those of a
         checkpoint, which would be read twice, are checked when they are sent."""
         if not self.finite or source.replicated:
@@ -103,7 +103,7 @@ class Sender:
             is_cast = dtype != QUANTIZED and not is_lossless_cast(stored[name], dtype)
             check_finite(name, box, elements.to(torch_dtype(BasicMeta(dtype, box.lengths))) if is_cast else elements)
 
-    def connect(self, assignment: Assignment, target: int, endpoint: Any = None) -> TcpTransport:
+    def connect(self, assignment: PushAssignment, target: int, endpoint: Any = None) -> TcpTransport:
         """Connect to the ring buffer of a target, or to the plain ``endpoint`` of its arena. Raises ``EngineError``."""
         if not assignment.rings:
             return TcpTransport(Endpoint(*endpoint), self.deadline_s)
@@ -118,8 +118,8 @@ class Sender:
 
     def write(
         self,
-        source: Source,
-        assignment: Assignment,
+        source: PushSource,
+        assignment: PushAssignment,
         quantizer: Quantizer,
         transports: Mapping[int, Transport],
         check: Callable[[], None],

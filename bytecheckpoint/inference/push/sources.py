@@ -19,12 +19,12 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.shards import SectionSource, Shard, torch_dtype
 from .messages import Table
 
-__all__ = ["CheckpointSource", "Source", "StateSource", "source_of"]
+__all__ = ["CheckpointSectionSource", "PushSource", "StateSource", "source_of"]
 
 Rename = Callable[[str], str]
 
 
-class Source(ABC):
+class PushSource(ABC):
     """One sender's tensors.
 
     ``table`` lists all tensors, and ``held`` the boxes that this sender can ``fetch``. Replicas of ``pinned`` tensors
@@ -51,7 +51,7 @@ class Source(ABC):
         return xxhash.xxh3_128_digest(self.describe())
 
 
-class StateSource(Source):
+class StateSource(PushSource):
     """A section of a live state. Every rank pushes its own shards; nothing is gathered."""
 
     def __init__(
@@ -100,7 +100,7 @@ class StateSource(Source):
         raise PlanError(f"{name} {box} is not held here; the plan belongs to another state")
 
 
-class CheckpointSource(Source):
+class CheckpointSectionSource(PushSource):
     """A section of an open checkpoint. Senders that have opened the same checkpoint read a share each."""
 
     replicated = True
@@ -135,10 +135,10 @@ class CheckpointSource(Source):
 
 def source_of(
     what: Any, section: str, *, framework: str | None, rank: int, world_size: int, rename: Rename | None
-) -> Source:
+) -> PushSource:
     """Return the source for a module, a state (sections by name), or a checkpoint."""
     if isinstance(what, Checkpoint):
-        return CheckpointSource(what, section, rename=rename)
+        return CheckpointSectionSource(what, section, rename=rename)
     state = {section: what} if isinstance(what, nn.Module) else what
     if not isinstance(state, Mapping):
         raise UsageError(f"a push needs a module, a state or a checkpoint, not {type(what).__name__}")

@@ -20,8 +20,8 @@ from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from .layout import Write
 from .quantization.quantizer import Quantizer, torch_dtype_of
-from .sources import Source
-from .transports.base import Digest, Place, Transport
+from .sources import PushSource
+from .transports.base import ChunkTarget, Digest, Transport
 from .transports.cuda_ipc import synchronize
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "UNCHANGED",
     "ChunkFormat",
     "Job",
-    "Outcome",
+    "SenderResult",
     "check_finite",
     "pack_writes",
     "unpack_writes",
@@ -51,7 +51,7 @@ class Job:
     """A ``Write``, and the place of the chunk in each of its targets."""
 
     write: Write
-    places: tuple[Place, ...]
+    places: tuple[ChunkTarget, ...]
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +59,7 @@ class Job:
         return self.write.nbytes * len(self.places)
 
 
-class Outcome(NamedTuple):
+class SenderResult(NamedTuple):
     """What one sender did: the digests of its chunks, and the fate of each of their places."""
 
     digests: list[int]
@@ -84,7 +84,10 @@ def pack_writes(jobs: Sequence[Job]) -> bytes:
 
 def unpack_writes(data: bytes) -> list[Job]:
     return [
-        Job(Write(name, Box(offsets, lengths), find_dtype(dtype), chunks), tuple(Place(*place) for place in places))
+        Job(
+            Write(name, Box(offsets, lengths), find_dtype(dtype), chunks),
+            tuple(ChunkTarget(*place) for place in places),
+        )
         for name, offsets, lengths, dtype, chunks, places in msgpack.unpackb(data, use_list=False)
     ]
 
@@ -111,7 +114,7 @@ def check_finite(name: str, box: Box, tensor: torch.Tensor) -> None:
 
 
 def write_all(
-    source: Source,
+    source: PushSource,
     jobs: Sequence[Job],
     quantizer: Quantizer,
     transports: Mapping[int, Transport],
@@ -119,7 +122,7 @@ def write_all(
     chunk_format: ChunkFormat,
     check: Callable[[], None],
     on_written: Callable[[int], None],
-) -> Outcome:
+) -> SenderResult:
     """Run a sender's jobs, and finish all transports.
 
     Args:
@@ -167,7 +170,7 @@ def write_all(
         raise
     for transport in dict.fromkeys(transports.values()):
         transport.finish()
-    return Outcome(digests, bytes(fates))
+    return SenderResult(digests, bytes(fates))
 
 
 class _Writer:
@@ -218,7 +221,7 @@ class _Writer:
             check_finite(job.write.name, job.write.box, data.view(torch_dtype_of(job.write)))
         digest = self._format.digest(data)
         fates = bytearray()
-        places: dict[Transport, list[Place]] = {}
+        places: dict[Transport, list[ChunkTarget]] = {}
         for place, (in_arena, in_served) in zip(job.places, known, strict=True):
             if in_arena == digest:
                 fates.append(KEPT)

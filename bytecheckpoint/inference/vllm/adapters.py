@@ -27,7 +27,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from ...errors import StateError
-from ..push.adapters import Adapter, AdapterReceivers, LoraFactor, LoraLayer
+from ..push.adapters import AdapterReceivers, LoraAdapter, LoraFactor, LoraLayer
 
 __all__ = ["VllmAdapters", "adapters_of", "receivers_of"]
 
@@ -48,7 +48,7 @@ class VllmAdapters:
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         self._mapper = None if mapper is None else mapper.get_rename_mapper()
         self._skipped = getattr(manager.model, "lora_skip_prefixes", None)
-        self._pushed: dict[str, Adapter] = {}
+        self._pushed: dict[str, LoraAdapter] = {}
         self._names: dict[int, str] = {}  # by number, from the latest request
         self._own: dict[int, Any] = {}  # by number: vLLM's adapter before the first push
         self.receivers = AdapterReceivers(self)
@@ -92,10 +92,10 @@ class VllmAdapters:
         named = self._manager.model.named_modules(remove_duplicate=False)
         return tuple(f"{name}." for name, module in named if isinstance(module, PPMissingLayer))
 
-    def pushed(self, name: str) -> Adapter | None:
+    def pushed(self, name: str) -> LoraAdapter | None:
         return self._pushed.get(name)
 
-    def put(self, name: str, adapter: Adapter | None) -> None:
+    def put(self, name: str, adapter: LoraAdapter | None) -> None:
         if adapter is None:
             self._pushed.pop(name, None)
             for number in self._numbers(name):
@@ -128,7 +128,7 @@ class VllmAdapters:
     def _numbers(self, name: str) -> list[int]:
         return [number for number, known in self._names.items() if known == name]
 
-    def _made(self, number: int, adapter: Adapter) -> Any:
+    def _made(self, number: int, adapter: LoraAdapter) -> Any:
         # vLLM scales tensors in place.
         tensors = {name: tensor.clone() for name, tensor in adapter.tensors.items()}
         model = LoRAModel.from_lora_tensors(
@@ -186,7 +186,7 @@ def receivers_of(model: Any) -> AdapterReceivers:
     return adapters_of(manager).receivers
 
 
-def _source(model: Any) -> Adapter | None:
+def _source(model: Any) -> LoraAdapter | None:
     """The pushed adapter that a vLLM LoRA model was made from; None if vLLM read it from files."""
     return getattr(model, "bcp_source", None)
 

@@ -18,16 +18,16 @@ import torch
 import xxhash
 
 from ...control.base import Operation
-from ...engine.reading.reader import Reader, ReadPart
+from ...engine.reading.reader import ReadPart, ShardReader
 from ...engine.tensor_bytes import box_view
 from ...errors import CorruptionError
 from ...planners import PartBox, Ring, SharedPart, Stripe
 from ...tensors.geometry import Box
 
-__all__ = ["Exchange", "Part", "StoredPiece", "StoredPieces", "checksum_of"]
+__all__ = ["Exchange", "ReadRequest", "SharedBox", "SharedBoxes", "checksum_of"]
 
 
-class Part(NamedTuple):
+class ReadRequest(NamedTuple):
     """One request of a load: read ``box`` of the manifest's tensor ``tensor`` into ``memory``."""
 
     tensor: int
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     memory: torch.Tensor
 
 
-class StoredPiece(NamedTuple):
+class SharedBox(NamedTuple):
     """``box`` of the manifest's shard ``shard``, for request ``part``, or for the frame of its ``stripe``."""
 
     part: int
@@ -44,10 +44,10 @@ class StoredPiece(NamedTuple):
     stripe: Stripe | None = None
 
 
-class StoredPieces:
+class SharedBoxes:
     """Pieces in storage order, the same on all ranks that share them. ``PartBox.row`` is an index into it."""
 
-    def __init__(self, reader: Reader, parts: Sequence[Part], pieces: Sequence[StoredPiece]) -> None:
+    def __init__(self, reader: ShardReader, parts: Sequence[ReadRequest], pieces: Sequence[SharedBox]) -> None:
         self.reader, self._parts = reader, parts
         self._pieces = sorted(pieces, key=self._storage_order)
 
@@ -79,7 +79,7 @@ class StoredPieces:
         return part_box.box.intersect(stripe.box_of(number)) if stripe is not None else None
 
     def read(self, part_boxes: Sequence[PartBox], buffers: Sequence[torch.Tensor]) -> None:
-        """Read and verify part boxes, each into its buffer. Thread-safe. Raises as ``Reader.read``."""
+        """Read and verify part boxes, each into its buffer. Thread-safe. Raises as ``ShardReader.read``."""
         shards = [self._pieces[part_box.row].shard for part_box in part_boxes]
         self.reader.read(
             [ReadPart(s, part_box.box, out) for s, part_box, out in zip(shards, part_boxes, buffers, strict=True)]
@@ -91,7 +91,7 @@ class StoredPieces:
         tensor = int(manifest.shards.tensor[self._pieces[part_box.row].shard])
         return f"{self.reader.backend.url}: {part_box.box} of tensor {manifest.tensors.names[tensor]}"
 
-    def _storage_order(self, piece: StoredPiece) -> tuple[Any, ...]:
+    def _storage_order(self, piece: SharedBox) -> tuple[Any, ...]:
         manifest = self.reader.manifest
         part = self._parts[piece.part]
         outer = part.box if piece.stripe is None else piece.stripe.frame
@@ -108,7 +108,7 @@ class Exchange(ABC):
     The methods raise what reading and the streams raise, and ``CorruptionError``.
     """
 
-    def __init__(self, name: str, shares: Ring, pieces: StoredPieces, op: Operation, readers: Executor) -> None:
+    def __init__(self, name: str, shares: Ring, pieces: SharedBoxes, op: Operation, readers: Executor) -> None:
         self._name, self._shares, self._pieces, self._ranks = name, shares, pieces, shares.ranks
         self._index = self._ranks.index(op.rank)
         self._streams, self._readers = op.streams(), readers

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from ...control.peers import PeerIdentity
 from ...errors import StorageError
 from ...format.manifest import Manifest
-from ...planners import ClassSummary, RankGroups, Request, RequestClass, classify_requests, group_ranks, is_scattered
+from ...planners import BoxRequest, ClassSummary, RankGroups, RequestClass, classify_requests, group_ranks, is_scattered
 from ...storage_backends.base import StorageBackend
 from ...version import VERSION
 
@@ -41,7 +41,7 @@ class ReadOffer:
     """The reads that one rank could share. ``requests`` index the classes' members; ``message`` is for rank 0."""
 
     rank: int
-    requests: Sequence[Request]
+    requests: Sequence[BoxRequest]
     classes: Sequence[RequestClass]
     message: list[Any]
 
@@ -52,7 +52,7 @@ class ReadOffer:
 
 
 def make_offer(
-    manifest: Manifest, requests: Sequence[Request], mode: ShareReads, *, verify: bool, rank: int
+    manifest: Manifest, requests: Sequence[BoxRequest], mode: ShareReads, *, verify: bool, rank: int
 ) -> ReadOffer:
     """Sort one rank's requests into classes that other ranks may share."""
     classes: Sequence[RequestClass] = ()

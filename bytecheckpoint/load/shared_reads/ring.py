@@ -19,7 +19,7 @@ from ...control.base import Operation
 from ...engine.tensor_bytes import as_bytes, byte_view, copy_elements
 from ...errors import ControlError
 from ...planners import Batch, Packet, PartBox, Ring
-from .exchange import Exchange, StoredPieces, checksum_of
+from .exchange import Exchange, SharedBoxes, checksum_of
 
 __all__ = ["RingExchange"]
 
@@ -29,7 +29,7 @@ _MIN_UNPACKED_BYTES = 64 << 10  # a smaller part box is cheaper to pack with its
 class RingExchange(Exchange):
     """One rank in one ring."""
 
-    def __init__(self, name: str, shares: Ring, pieces: StoredPieces, op: Operation, readers: Executor) -> None:
+    def __init__(self, name: str, shares: Ring, pieces: SharedBoxes, op: Operation, readers: Executor) -> None:
         super().__init__(name, shares, pieces, op, readers)
         size = len(self._ranks)
         self._next, self._previous = (self._index + 1) % size, (self._index - 1) % size
@@ -93,7 +93,7 @@ class RingExchange(Exchange):
 class _Packer:
     """The bytes of packets, viewed in place, or in one buffer if they are small or not plain CPU memory."""
 
-    def __init__(self, pieces: StoredPieces) -> None:
+    def __init__(self, pieces: SharedBoxes) -> None:
         self._pieces = pieces
         self._buffer: torch.Tensor | None = None
 

@@ -16,15 +16,15 @@ import torch
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...control.base import Operation
-from ...engine.reading.reader import Reader, ReadPart
+from ...engine.reading.reader import ReadPart, ShardReader
 from ...engine.tensor_bytes import box_view
 from ...errors import PlanError
-from ...planners import Request, RequestClass, find_rings, find_scatters, plan_load, plan_ring
+from ...planners import BoxRequest, RequestClass, find_rings, find_scatters, plan_load, plan_ring
 from ...runtime.arguments import check_choice
 from ...runtime.threads import Threads
 from ...tensors.geometry import Box
 from ...tensors.tables import BoxTable
-from .exchange import Exchange, Part, StoredPiece, StoredPieces
+from .exchange import Exchange, ReadRequest, SharedBox, SharedBoxes
 from .negotiation import Answer, ReadOffer, ShareReads, answer_offers, make_offer
 from .ring import RingExchange
 from .scatter import ScatterExchange
@@ -41,14 +41,14 @@ _FRAME_PACKET_BYTES = 1 << 20
 class PlannedReads:
     """One rank's reads. ``nbytes`` counts the requested bytes as they are stored."""
 
-    reader: Reader
+    reader: ShardReader
     shared: Sequence[Callable[[Operation, Executor], Exchange]]
     own: Sequence[ReadPart]
     nbytes: int
 
 
 def plan_reads(
-    reader: Reader, parts: Sequence[Part], offer: ReadOffer | None = None, answer: Answer | None = None
+    reader: ShardReader, parts: Sequence[ReadRequest], offer: ReadOffer | None = None, answer: Answer | None = None
 ) -> PlannedReads:
     """Plan how this rank reads its parts, given rank 0's answer to its offer; without an offer, alone.
 
@@ -59,21 +59,21 @@ def plan_reads(
         plan = plan_load(manifest.tensors, manifest.shards, BoxTable.build([(tensor, box) for tensor, box, _ in parts]))
     except PlanError as error:
         raise PlanError(f"{reader.backend.url}: {error}") from error
-    pieces = [StoredPiece(*piece) for piece in plan.rows()]
+    pieces = [SharedBox(*piece) for piece in plan.rows()]
     shared: set[int] = set()
     exchanges: list[Callable[[Operation, Executor], Exchange]] = []
     groups = {} if offer is None or answer is None else offer.groups(answer)
     rank, offered = (0, ()) if offer is None else (offer.rank, offer.classes)
     for ranks, classes in find_rings(rank, offered, groups).items():
         members = {part for one in classes for part in one.requests}
-        stored = StoredPieces(reader, parts, [piece for piece in pieces if piece.part in members])
+        stored = SharedBoxes(reader, parts, [piece for piece in pieces if piece.part in members])
         name = f"read/{classes[0].summary.digest.hex()}"
         exchanges.append(partial(RingExchange, name, plan_ring(ranks, stored.shared_parts()), stored))
         shared |= members
     for ranks, classes in find_scatters(rank, offered, groups).items():
         framed = _pieces_of_frames(reader, parts, classes)
         if framed is not None:
-            stored = StoredPieces(reader, parts, framed)
+            stored = SharedBoxes(reader, parts, framed)
             name = f"scatter/{classes[0].summary.digest.hex()}"
             shares = plan_ring(ranks, stored.shared_parts(), packet_bytes=_FRAME_PACKET_BYTES)
             exchanges.append(partial(ScatterExchange, name, shares, stored))
@@ -87,8 +87,8 @@ def plan_reads(
 
 
 def _pieces_of_frames(
-    reader: Reader, parts: Sequence[Part], classes: Sequence[RequestClass]
-) -> list[StoredPiece] | None:
+    reader: ShardReader, parts: Sequence[ReadRequest], classes: Sequence[RequestClass]
+) -> list[SharedBox] | None:
     """The stored pieces of the frames of these classes; None, on all ranks, if the frames are not fully stored."""
     manifest = reader.manifest
     frames = [frame for one in classes for frame in zip(one.requests, one.stripes, strict=True)]
@@ -97,7 +97,7 @@ def _pieces_of_frames(
         plan = plan_load(manifest.tensors, manifest.shards, boxes)
     except PlanError:
         return None
-    return [StoredPiece(frames[row][0], shard, box, frames[row][1]) for row, shard, box in plan.rows()]
+    return [SharedBox(frames[row][0], shard, box, frames[row][1]) for row, shard, box in plan.rows()]
 
 
 def run_reads(op: Operation, planned: PlannedReads) -> int:
@@ -148,7 +148,7 @@ def read_together(
     reader, manifest = checkpoint.reader, checkpoint.manifest
     with op.phase("plan"):
         check_choice("share_reads", share_reads, ShareReads)
-        requests = [Request(tensor, box, str(out.dtype)) for tensor, box, out in parts] if op.world_size > 1 else []
+        requests = [BoxRequest(tensor, box, str(out.dtype)) for tensor, box, out in parts] if op.world_size > 1 else []
         offer = make_offer(manifest, requests, share_reads, verify=reader.verify, rank=op.rank)
     messages = op.gather("offers", msgpack.packb(offer.message))
     answer = None
@@ -158,4 +158,4 @@ def read_together(
             answer = msgpack.packb(answer_offers(checkpoint.index.data, manifest, received))
     agreed = msgpack.unpackb(op.broadcast("shares", answer), strict_map_key=False)
     with op.phase("read"):
-        return run_reads(op, plan_reads(reader, [Part(*part) for part in parts], offer, agreed))
+        return run_reads(op, plan_reads(reader, [ReadRequest(*part) for part in parts], offer, agreed))

@@ -18,7 +18,7 @@ import torch
 from ...engine.tensor_bytes import box_view, byte_view, copy_elements
 from ...planners import Batch
 from ...tensors.geometry import Box
-from .exchange import Exchange, StoredPieces, checksum_of
+from .exchange import Exchange, SharedBoxes, checksum_of
 
 __all__ = ["ScatterExchange"]
 
@@ -91,7 +91,7 @@ class _Message:
     nbytes: int
 
     @classmethod
-    def of(cls, pieces: StoredPieces, batch: Batch, peer: int) -> _Message:
+    def of(cls, pieces: SharedBoxes, batch: Batch, peer: int) -> _Message:
         parts, at = [], 0
         for index, part_box in enumerate(batch.reads):
             box = pieces.stripe_box(part_box, peer)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ....errors import BytecheckpointError, EngineError, FormatError, StateError
-from ..messages import PROTOCOL, Failure, decode, encode
+from ..messages import PROTOCOL, FailureResponse, decode, encode
 
 __all__ = [
     "Budget",
@@ -149,7 +149,7 @@ def failure_of(engine: Engine, number: int, answer: Mapping[str, Any]) -> Bytech
     if "failure" not in answer:
         return None
     where = f"worker {number} of {engine.name} (process {answer['pid']} on {answer['host']})"
-    return Failure(**answer["failure"]).error(where)
+    return FailureResponse(**answer["failure"]).error(where)
 
 
 def check_awake(engine: Engine, answers: Iterable[Mapping[str, Any]]) -> None:

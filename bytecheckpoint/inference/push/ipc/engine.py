@@ -21,7 +21,7 @@ from ..engines.rpc import PauseMode
 from ..engines.vllm import MissingEndpoint
 from ..relay import RelayEngine, RelayModel
 from ..transports.cuda_ipc import GPU_PREFIX, visible_gpus
-from ..transports.shared_memory import Arena
+from ..transports.shared_memory import SharedArena
 from .update import Handle, Update, zeromq
 
 __all__ = ["Buckets", "IpcEngine", "align_tensor", "gpus_of", "make_buckets"]
@@ -249,7 +249,7 @@ class HostBuckets(Buckets):
     """For workers on CPUs: one shared memory for all of them."""
 
     def __init__(self, workers: int, nbytes: int) -> None:
-        self._arena = Arena(2 * nbytes)
+        self._arena = SharedArena(2 * nbytes)
         address = self._arena.address
         rebuild = functools.partial(torch.from_file, dtype=torch.uint8)
         path = f"/proc/{address.pid}/fd/{address.descriptor}"

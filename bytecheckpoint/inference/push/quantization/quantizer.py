@@ -23,7 +23,7 @@ from ....tensors.shards import torch_dtype
 from ...layouts.hub_names import scale_name
 from ..layout import Holding, Write
 from ..messages import Table
-from ..sources import Source
+from ..sources import PushSource
 from .blocks import (
     QUANTIZED,
     Blocks,
@@ -39,7 +39,7 @@ from .blocks import (
 )
 
 __all__ = [
-    "Exchange",
+    "MaximaExchange",
     "PartialMaxima",
     "Quantizer",
     "holdings_of_blocks",
@@ -67,7 +67,7 @@ class PartialMaxima(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class MaximaExchange:
     """The exchange of maxima: what each sender sends, the blocks that it receives, and the grids of the tensors."""
 
     sends: list[list[PartialMaxima]]
@@ -91,7 +91,7 @@ class Exchange:
         return [b"".join(found[name][grid.slices()].tobytes() for name, grid in one) for one in self.receives]
 
 
-def pack_task(blocks: dict[str, Blocks], exchange: Exchange, sender: int) -> bytes:
+def pack_task(blocks: dict[str, Blocks], exchange: MaximaExchange, sender: int) -> bytes:
     """Pack what a sender's ``Quantizer`` must know."""
     packed: bytes = msgpack.packb([blocks, exchange.needed, exchange.sends[sender], exchange.receives[sender]])
     return packed
@@ -100,7 +100,7 @@ def pack_task(blocks: dict[str, Blocks], exchange: Exchange, sender: int) -> byt
 class Quantizer:
     """Makes the elements of writes, for one push. Tensors that are not quantized pass through."""
 
-    def __init__(self, source: Source, task: bytes) -> None:
+    def __init__(self, source: PushSource, task: bytes) -> None:
         found = msgpack.unpackb(task, use_list=False) if task else ({}, False, (), ())
         blocks, self.exchanges, sends, receives = found
         self._source, self._blocks = source, blocks
@@ -116,7 +116,7 @@ class Quantizer:
         self._scratch = Scratch()
 
     def partial_maxima(self) -> bytes:
-        """Return this sender's maxima of split blocks, packed for ``Exchange.merge``."""
+        """Return this sender's maxima of split blocks, packed for ``MaximaExchange.merge``."""
         found = []
         for partial in self._sends:
             blocks = self._blocks[partial.name]
@@ -269,9 +269,9 @@ def holdings_of_blocks(
 
 def plan_exchange(
     held: Mapping[str, Sequence[Holding]], table: Table, blocks: Mapping[str, Blocks], senders: int
-) -> Exchange:
+) -> MaximaExchange:
     """Plan the exchange of maxima. ``held`` and ``table`` describe the tensors before they are quantized."""
-    exchange = Exchange([[] for _ in range(senders)], [[] for _ in range(senders)], {})
+    exchange = MaximaExchange([[] for _ in range(senders)], [[] for _ in range(senders)], {})
     shapes = {name: meta.shape for name, meta in table.rows if name in blocks}
     for name, shape in shapes.items():
         size = blocks[name]

@@ -13,13 +13,13 @@ from ....engine.tensor_bytes import byte_view
 from ....errors import EngineError
 from ....frameworks.digests import digest_on_device
 
-__all__ = ["Digest", "Place", "Transport", "TransportBroken", "word_digest", "xxh3_digest"]
+__all__ = ["ChunkTarget", "Digest", "Transport", "TransportBroken", "word_digest", "xxh3_digest"]
 
 Digest = Callable[[torch.Tensor], int]
 """Maps contiguous bytes to an unsigned 64-bit number."""
 
 
-class Place(NamedTuple):
+class ChunkTarget(NamedTuple):
     """Where a chunk goes: ``offset`` bytes into the memory of ``target``, as that target's number ``chunk``. In a
     stream, the chunk belongs to a ``wave``."""
 
@@ -41,7 +41,7 @@ class Transport(ABC):
     """A sender's way into the memory of one or several workers, for one push. Safe for several threads."""
 
     @abstractmethod
-    def write(self, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
+    def write(self, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
         """Deliver ``data`` (contiguous bytes with this digest) to every place. The caller may reuse ``data`` when this
         returns."""
 

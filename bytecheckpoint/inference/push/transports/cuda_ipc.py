@@ -26,7 +26,7 @@ import msgpack
 import torch
 
 from ....errors import EngineError, StateError
-from .shared_memory import Arena, ArenaAddress, open_arena
+from .shared_memory import ArenaAddress, SharedArena, open_arena
 
 __all__ = [
     "GPU_PREFIX",
@@ -102,7 +102,7 @@ class DeviceArena:
         self.memory = self._device.allocate(nbytes)
         try:
             record = msgpack.packb([self._device.name, self._device.handle(self.memory), nbytes])
-            self._record = Arena(len(record))
+            self._record = SharedArena(len(record))
         except BaseException:
             self._device.free(self.memory)
             raise

@@ -20,7 +20,7 @@ import xxhash
 from ....errors import BytecheckpointError, EngineError
 from ..layout import Write
 from ..messages import SenderLost
-from .base import Place, Transport, TransportBroken
+from .base import ChunkTarget, Transport, TransportBroken
 from .cuda_ipc import compute_device, synchronize
 from .group import Check, Group, GroupAddress, GroupBackend, Membership, check_backend
 from .ring import RingBuffer
@@ -74,7 +74,7 @@ class GroupTransport(Transport):
         self._changed = threading.Condition()
         self._is_interrupted = False
 
-    def write(self, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
+    def write(self, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
         number = self._number[places[0].target, places[0].chunk]
         with self._changed:
             self._changed.wait_for(lambda: self._next == number or self._is_interrupted)

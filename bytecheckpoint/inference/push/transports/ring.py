@@ -21,7 +21,7 @@ from ..layout import ChunkStore, Waves
 from ..messages import without_traceback
 from .base import Digest, xxh3_digest
 from .cuda_ipc import synchronize
-from .shared_memory import Arena, ArenaAddress
+from .shared_memory import ArenaAddress, SharedArena
 from .tcp import ChunkServer
 
 __all__ = ["RingBuffer", "RingMemory"]
@@ -73,7 +73,7 @@ class RingBuffer(ChunkStore):
         self.digests = [0] * count
         self.set_aside = 0
         """Bytes that were copied out of the way because the loader read in another order than recorded."""
-        self._memory = memory or Arena(waves.nbytes)
+        self._memory = memory or SharedArena(waves.nbytes)
         try:
             self._server = ChunkServer(self, deadline_s)
         except BaseException:

@@ -19,9 +19,9 @@ import torch
 from ....engine.blocks import Pinning
 from ....errors import CorruptionError, EngineError
 from ..layout import ChunkStore, Layout
-from .base import Place, Transport, xxh3_digest
+from .base import ChunkTarget, Transport, xxh3_digest
 
-__all__ = ["Arena", "ArenaAddress", "ArenaChunks", "SharedMemoryTransport", "attach", "open_arena"]
+__all__ = ["ArenaAddress", "ArenaChunks", "SharedArena", "SharedMemoryTransport", "attach", "open_arena"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -35,7 +35,7 @@ class ArenaAddress(NamedTuple):
     nbytes: int
 
 
-class Arena:
+class SharedArena:
     """``nbytes`` of shared memory of fixed size. A late sender writes into memory that still exists, even when no other
     process maps it any more.
 
@@ -159,7 +159,7 @@ class SharedMemoryTransport(Transport):
         memory = attach(address)
         return None if memory is None else cls(memory)
 
-    def write(self, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
+    def write(self, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
         for place in places:
             self._memory[place.offset : place.offset + data.numel()].copy_(data)
 

@@ -24,7 +24,7 @@ from ....errors import BytecheckpointError, CorruptionError, DeadlineError, Engi
 from ..layout import ChunkStore
 from ..messages import SenderLost
 from .acceptor import Acceptor, connect
-from .base import Place, Transport, TransportBroken
+from .base import ChunkTarget, Transport, TransportBroken
 from .cuda_ipc import OpenArena, attach_device, synchronize
 from .shared_memory import ArenaAddress, attach
 
@@ -172,7 +172,7 @@ class TcpTransport(Transport):
         if self._device_arena is not None:
             self._memory = self._device_arena.memory
 
-    def write(self, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
+    def write(self, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
         for place in places:
             with self._changed:
                 self._wait_until(partial(self._has_room, place.wave), "make room")

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..keys import is_object_key
 
-__all__ = ["SCHEMES", "NotServedError", "Place", "place_of"]
+__all__ = ["SCHEMES", "NotServedError", "StoreRoot", "store_root_of"]
 
 SCHEMES = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
 
@@ -46,7 +46,7 @@ _SERVICE_PRINCIPAL = ("client_id", "client_secret", "tenant_id")
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreRoot:
     """A root in a store.
 
     Attributes:
@@ -68,7 +68,7 @@ class NotServedError(Exception):
     """obstore does not serve a URL. The text is a clause that says why, without the value of any option."""
 
 
-def place_of(url: str, options: Mapping[str, Any], *, is_chosen: bool = False) -> Place:
+def store_root_of(url: str, options: Mapping[str, Any], *, is_chosen: bool = False) -> StoreRoot:
     """Return where obstore finds a root.
 
     If the caller has chosen obstore (``is_chosen``), it gets options that it may know itself, and looks for credentials
@@ -95,7 +95,7 @@ def place_of(url: str, options: Mapping[str, Any], *, is_chosen: bool = False) -
     config |= rest
     if str(config.get("base_url") or config.get("endpoint")).startswith("http://"):
         client_options = {"allow_http": True, **client_options}
-    return Place(store, container, path, config, client_options)
+    return StoreRoot(store, container, path, config, client_options)
 
 
 def _google(rest: dict[str, Any], *, is_chosen: bool) -> dict[str, Any]:

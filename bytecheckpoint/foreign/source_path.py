@@ -12,7 +12,7 @@ from ..errors import KeyNotFoundError
 from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
 
-__all__ = ["Place", "open_parent", "read_all"]
+__all__ = ["SourcePath", "open_parent", "read_all"]
 
 _THREADS = 16  # that wait for the store
 
@@ -21,7 +21,7 @@ _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
-class Place:
+class SourcePath:
     """A folder, or one file in it.
 
     Attributes:
@@ -36,20 +36,20 @@ class Place:
 
     @classmethod
     def of_file(cls, location: Location, deadline_s: float | None = None) -> Self | None:
-        """Return the place of the file at a location; None if there is no such file. Raises ``StorageError``.
+        """Return the path of the file at a location; None if there is no such file. Raises ``StorageError``.
 
-        ``deadline_s`` limits each call of the place's backend, in seconds.
+        ``deadline_s`` limits each call of its backend, in seconds.
         """
         url = location.url
         folder, _, name = url.rpartition("/")
         if "::" in url or not name or name in (".", "..") or folder.endswith(":/"):
             return None
-        place = cls(url, open_parent(location, deadline_s), name)
+        source = cls(url, open_parent(location, deadline_s), name)
         try:
-            place.backend.stat(name)
+            source.backend.stat(name)
         except KeyNotFoundError:
             return None
-        return place
+        return source
 
     @cached_property
     def children(self) -> Sequence[str]:

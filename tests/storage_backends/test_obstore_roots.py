@@ -16,9 +16,9 @@ pytest.importorskip("obstore")
 from bytecheckpoint.errors import UnsupportedURLError
 from bytecheckpoint.storage_backends import open_backend, registry
 from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend
-from bytecheckpoint.storage_backends.obstore import places
+from bytecheckpoint.storage_backends.obstore import roots
 from bytecheckpoint.storage_backends.obstore.backend import ObstoreBackend
-from bytecheckpoint.storage_backends.obstore.places import NotServedError, Place, place_of
+from bytecheckpoint.storage_backends.obstore.roots import NotServedError, StoreRoot, store_root_of
 
 _SERVICE = {"type": "service_account", "client_email": "a@b", "private_key": "-", "private_key_id": "-"}
 _KEY = "c2VjcmV0LWtleQ=="
@@ -51,7 +51,7 @@ def _empty_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 def test_urls(url: str, container: str, prefix: str) -> None:
     options = {} if url[0] in "gG" else _AZURE
-    place = place_of(url, options)
+    place = store_root_of(url, options)
     assert (place.container, place.prefix) == (container, prefix)
 
 
@@ -69,7 +69,7 @@ def test_urls(url: str, container: str, prefix: str) -> None:
 )
 def test_urls_that_fsspec_interprets(url: str, options: dict[str, Any]) -> None:
     with pytest.raises(NotServedError):
-        place_of(url, options)
+        store_root_of(url, options)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_urls_that_fsspec_interprets(url: str, options: dict[str, Any]) -> None:
     ],
 )
 def test_options_of_gcsfs(options: dict[str, Any], config: dict[str, Any]) -> None:
-    found = place_of("gs://bucket/a", options)
+    found = store_root_of("gs://bucket/a", options)
     assert (found.store, found.config) == ("GCSStore", config)
     assert found.client_options == ({"allow_http": True} if "endpoint_url" in options else {})
 
@@ -94,24 +94,24 @@ def test_files_of_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     file = tmp_path / "credentials.json"
     for kind in ("service_account", "authorized_user"):
         file.write_text(json.dumps({"type": kind}))
-        assert place_of("gs://b/a", {"token": str(file)}).config == {"application_credentials": str(file)}
+        assert store_root_of("gs://b/a", {"token": str(file)}).config == {"application_credentials": str(file)}
     for text in (json.dumps({"type": "external_account"}), "no json", "[]"):
         file.write_text(text)
         with pytest.raises(NotServedError, match="token"):
-            place_of("gs://b/a", {"token": str(file)})
+            store_root_of("gs://b/a", {"token": str(file)})
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
         with pytest.raises(NotServedError, match=r"credentials\.json"):
-            place_of("gs://b/a", {})
+            store_root_of("gs://b/a", {})
         monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "x.json")
     with pytest.raises(NotServedError, match="GOOGLE_SERVICE_ACCOUNT"):
-        place_of("gs://b/a", {"token": "raw"})
+        store_root_of("gs://b/a", {"token": "raw"})
 
 
 @pytest.mark.parametrize("token", ["cloud", "cache", "browser", {"type": "external_account"}, object()])
 def test_tokens_that_only_gcsfs_has(token: object) -> None:
     with pytest.raises(NotServedError, match="token"):
-        place_of("gs://bucket/a", {"token": token})
+        store_root_of("gs://bucket/a", {"token": token})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_tokens_that_only_gcsfs_has(token: object) -> None:
     ],
 )
 def test_keys_of_azure(options: dict[str, Any], config: dict[str, Any]) -> None:
-    found = place_of("az://container/a", options)
+    found = store_root_of("az://container/a", options)
     assert (found.store, found.config) == ("AzureStore", config)
 
 
@@ -148,12 +148,12 @@ def test_other_credentials_of_azure(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"anon": True}, {"skip_signature": True}),
     ):
         expected = {"account_name": "me", "endpoint": _ENDPOINT, "use_emulator": False, **config}
-        assert place_of("az://container/a", {"account_name": "me", **given}).config == expected
+        assert store_root_of("az://container/a", {"account_name": "me", **given}).config == expected
         with monkeypatch.context() as environment:
             environment.setenv("AZURE_STORAGE_ACCOUNT_NAME", "me")
             for name, value in given.items():
                 environment.setenv(f"AZURE_STORAGE_{name.upper()}", str(value))
-            assert place_of("az://container/a", {}).config == expected
+            assert store_root_of("az://container/a", {}).config == expected
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_other_credentials_of_azure(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_options_that_only_adlfs_has(options: dict[str, Any]) -> None:
     with pytest.raises(NotServedError) as caught:
-        place_of("az://container/a", options)
+        store_root_of("az://container/a", options)
     assert _KEY not in str(caught.value)
 
 
@@ -187,15 +187,15 @@ def test_options_of_obstore() -> None:
     """obstore gets its own options, and looks for credentials, only if the caller has chosen it."""
     options = {"account_name": "me", "msi_endpoint": "http://x", "client_options": {"proxy_url": "http://p"}}
     with pytest.raises(NotServedError):
-        place_of("az://container/a", options)
-    place = place_of("az://container/a", options, is_chosen=True)
+        store_root_of("az://container/a", options)
+    place = store_root_of("az://container/a", options, is_chosen=True)
     assert place.config["msi_endpoint"] == "http://x"
     assert place.client_options == {"proxy_url": "http://p"}
 
 
 def test_secrets_are_not_shown() -> None:
-    assert _KEY not in repr(place_of("az://container/a", _AZURE))
-    assert repr(Place("GCSStore", "bucket")) == "Place(store='GCSStore', container='bucket', prefix='')"
+    assert _KEY not in repr(store_root_of("az://container/a", _AZURE))
+    assert repr(StoreRoot("GCSStore", "bucket")) == "StoreRoot(store='GCSStore', container='bucket', prefix='')"
 
 
 # The choice
@@ -237,7 +237,7 @@ def test_the_choice_of_a_client(caplog: pytest.LogCaptureFixture, opened: list[d
 
 
 def test_without_obstore(monkeypatch: pytest.MonkeyPatch, opened: list[dict[str, Any]]) -> None:
-    monkeypatch.setattr(places, "_LEAST_VERSION", (10**6,))
+    monkeypatch.setattr(roots, "_LEAST_VERSION", (10**6,))
     with pytest.raises(UnsupportedURLError, match="too old"):
         open_backend("gs://bucket/a", client="obstore")
     monkeypatch.setattr(registry, "find_spec", lambda name: None)
