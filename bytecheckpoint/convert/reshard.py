@@ -152,7 +152,7 @@ def plan_files(manifest: Manifest, files: int, layout: Layout, attempt: str) -> 
             if len(pieces) == 1:
                 whole.append(pieces[0])
             else:
-                for part, piece in zip(parts, pieces, strict=True):
+                for part, piece in zip(parts, pieces, strict=False):  # the last parts may get none
                     part.append(piece)
         _balance(whole, parts)
         for number, part in enumerate(parts):

@@ -134,8 +134,8 @@ class Parts(NamedTuple):
         width = sum(each.values())
         counts = [n // width if width else 0 for n in found]
         if all(n == count * width for n, count in zip(found, counts, strict=True)) and sum(counts) == self.groups:
-            firsts = [0, *accumulate(counts)]
-            return [self._of_groups(first, count, each) for first, count in zip(firsts, counts, strict=True)]
+            ends = accumulate(counts)
+            return [self._of_groups(end - count, count, each) for end, count in zip(ends, counts, strict=True)]
         ranks = len(found)
         if ranks <= self.groups or ranks % self.groups:
             inner = " + ".join(map(str, each.values()))
