@@ -20,9 +20,8 @@ from ..engine.tensor_bytes import box_view
 from ..errors import CheckpointError, NameNotFoundError, StateError, UsageError, without_userinfo
 from ..format.hf_index import model_directory
 from ..format.manifest import Manifest
-from ..format.values import Container, decode_value, is_left_out, path_name
+from ..format.values import Container, decode_value, is_left_out
 from ..frameworks.sections import split_rank_name
-from ..frameworks.tree_paths import PathIndex, build_tree
 from ..planners import plan_load
 from ..storage_backends import join
 from ..storage_backends.base import StorageBackend
@@ -32,6 +31,7 @@ from ..tensors.tables import BoxTable
 from .index import Index
 from .selection import SimilarNames
 from .stored_tensor import StoredTensor
+from .values import decoded_values, section_tree
 
 __all__ = ["Checkpoint", "VerifyReport"]
 
@@ -99,24 +99,6 @@ class Checkpoint(Mapping[str, StoredTensor]):
         self._engine = engine
         self.reader = index.reader(engine, verify=verify)
         self._aliases = dict(index.manifest.aliases)
-
-    @classmethod
-    def open(cls, backend: StorageBackend, engine: IOEngine, *, verify: bool = True) -> Checkpoint:
-        """Read and validate the manifest. Use ``bcp.open`` instead.
-
-        Args:
-            backend: Storage backend whose root is the checkpoint.
-            engine: Threads and memory for reads.
-            verify: Check all bytes that are read against their checksums.
-
-        Returns:
-            The checkpoint.
-
-        Raises:
-            CheckpointError: There is no checkpoint, or it cannot be read. The message states what is there instead.
-            StorageError: The store failed.
-        """
-        return cls(Index.read(backend), engine, verify=verify)
 
     @property
     def backend(self) -> StorageBackend:
@@ -256,10 +238,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """The section's values, and what describes the containers around values and tensors."""
         self._require_section(section)
         values = self.index.values(section=section, ranks=(rank,))
-        shared_first = sorted(values, key=lambda value: value.rank is not None)
-        encoded = {value.path: value.encoded for value in shared_first}
-        found = {path: decode_value(data, where=f"{section}.{path_name(path)}") for path, data in encoded.items()}
-        return {path: value for path, value in found.items() if not is_left_out(value)}
+        return decoded_values(values, lambda value: decode_value(value.encoded, where=value.name))
 
     def _require_section(self, section: str) -> None:
         if self.manifest.section_index(section) is None:
@@ -330,13 +309,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
             {'step': 1000, 'table': tensor([0., 1., 2.])}
         """
         values = self._entries(section, rank)
-        if set(values) == {()} and not isinstance(values[()], (dict, Container)):
-            return values[()]
-        index = PathIndex.of(values)
-        tensors = self.state_dict(section, rank=rank, device=device)
-        leaves = [(path, value) for path, value in values.items() if type(value) is not Container]
-        leaves += [(index.path_of(fqn), tensor) for fqn, tensor in tensors.items()]
-        return build_tree(leaves, index.containers, (), section)
+        return section_tree(section, values, self.state_dict(section, rank=rank, device=device))
 
     def section_rows(self, section: str, rank: int) -> dict[str, int]:
         """Return the manifest's rows of a section's tensors.

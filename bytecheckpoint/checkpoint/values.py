@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..engine.reading.stored_files import read_stored_file
 from ..errors import StateError
 from ..format.manifest import COMPANION, Manifest
-from ..format.values import MAPPINGS, Container, decode_value, decode_values_file, path_name
+from ..format.values import MAPPINGS, Container, decode_value, decode_values_file, is_left_out, path_name
+from ..frameworks.tree_paths import PathIndex, build_tree
 from ..storage_backends.base import StorageBackend
 from ..tensors.shards import Path
 
-__all__ = ["StoredValue", "stored_values", "values_files"]
+__all__ = ["StoredValue", "decoded_values", "section_tree", "stored_values", "values_files"]
 
 
 class StoredValue(NamedTuple):
@@ -66,3 +67,23 @@ def stored_values(
         document = read_stored_file(backend, manifest, row, head_only=False)
         for path, is_shared, encoded in decode_values_file(document):
             yield StoredValue(of_section, path, None if is_shared else owner, encoded)
+
+
+def decoded_values(values: Iterable[StoredValue], decode: Callable[[StoredValue], Any]) -> dict[Path, Any]:
+    """Return what ``decode`` makes of the values of a section, by path, without what was left out of the save.
+
+    A rank's own value takes precedence over a shared one.
+    """
+    shared_first = sorted(values, key=lambda value: value.rank is not None)
+    decoded = {value.path: decode(value) for value in shared_first}
+    return {path: value for path, value in decoded.items() if not is_left_out(value)}
+
+
+def section_tree(section: str, values: Mapping[Path, Any], tensors: Mapping[str, Any]) -> Any:
+    """Build the tree of a section from its decoded values, and its tensors by name. Raises ``MismatchError``."""
+    if set(values) == {()} and not tensors and not isinstance(values[()], Container):
+        return values[()]
+    index = PathIndex.of(values)
+    leaves = [(path, value) for path, value in values.items() if type(value) is not Container]
+    leaves += [(index.path_of(fqn), tensor) for fqn, tensor in tensors.items()]
+    return build_tree(leaves, index.containers, (), section)

@@ -18,7 +18,7 @@ from ..convert.export import Expected, ExportedBox, export_safetensors
 from ..convert.importing import import_checkpoint
 from ..convert.lora import Lora, LoraForm, LoraPlan
 from ..convert.related import kept_files, related_files
-from ..convert.selection import ExportSelection
+from ..convert.selection import ExportSelection, Tied
 from ..convert.torch_file import export_torch_file
 from ..errors import FormatError
 from ..foreign.safetensors_folder import SafetensorsFolder
@@ -34,9 +34,6 @@ __all__ = ["export_command", "import_command"]
 
 TorchForm = Literal["dcp", "torch"]
 """A folder of ``torch.distributed.checkpoint``, or a file of ``torch.save``."""
-
-TiedNames = Literal["drop", "copy"]
-"""Whether an export writes only one of several tied names, or all of them."""
 
 
 @command("export")
@@ -73,7 +70,7 @@ TiedNames = Literal["drop", "copy"]
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Do not export names that match. Repeatable.")
 @click.option(
     "--tied",
-    type=click.Choice(get_args(TiedNames)),
+    type=click.Choice(get_args(Tied)),
     default="drop",
     show_default=True,
     help="Of tied names (which share their bytes), write only one, or all.",
@@ -107,7 +104,7 @@ def export_command(
     rules: Rules | None,
     rename: Callable[[str], str] | None,
     exclude: tuple[str, ...],
-    tied: TiedNames,
+    tied: Tied,
     how: LoraForm | None,
     adapter_config: str | None,
     lora_alpha: float | None,

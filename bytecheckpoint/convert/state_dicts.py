@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.values import StoredValue, decoded_values, section_tree
 from ..errors import StateError
-from ..format.values import Container, decode_value, is_left_out
-from ..frameworks.tree_paths import PathIndex, build_tree, is_sequence
+from ..format.values import Container, decode_value
+from ..frameworks.tree_paths import is_sequence
 from ..tensors.metadata import Path
 
 __all__ = ["Refused", "StoredTensorRef", "find_all", "replace_all", "section_state"]
@@ -65,13 +66,21 @@ def section_state(
         CorruptionError: Stored bytes are damaged or missing.
         StorageError: The store failed.
     """
-    values = _section_values(checkpoint, section, rank, allow_pickle=allow_pickle, keep=keep)
+
+    def decode(value: StoredValue) -> Any:
+        try:
+            return decode_value(value.encoded, where=value.name, allow_pickle=allow_pickle)
+        except StateError as error:
+            return Refused(error)
+
+    stored = checkpoint.index.values(section=section, ranks=(rank,))
+    values = decoded_values((value for value in stored if keep(value.name)), decode)
     rows = {fqn: row for fqn, row in checkpoint.section_rows(section, rank).items() if keep(f"{section}.{fqn}")}
     number = checkpoint.manifest.section_index(section)
     kind = "" if number is None else checkpoint.manifest.sections[number].kind
     if kind in _OPTIMIZERS:
         return _optimizer_state_dict(values, rows)
-    tree = _tree(section, values, rows)
+    tree = section_tree(section, values, {fqn: StoredTensorRef(row) for fqn, row in rows.items()})
     return _model_state_dict(tree) if kind in _MODELS else tree
 
 
@@ -95,35 +104,6 @@ def find_all(node: Any, kind: type) -> list[Any]:
     if isinstance(node, Mapping):
         return [one for item in node.values() for one in find_all(item, kind)]
     return [one for item in node for one in find_all(item, kind)] if is_sequence(node) else []
-
-
-def _section_values(
-    checkpoint: Checkpoint, section: str, rank: int, *, allow_pickle: bool, keep: Callable[[str], bool]
-) -> dict[Path, Any]:
-    values: dict[Path, Any] = {}
-    found = sorted(
-        checkpoint.index.values(section=section, ranks=(rank,)),
-        key=lambda value: value.rank is not None,  # a rank's own values take precedence
-    )
-    for value in found:
-        if not keep(value.name):
-            continue
-        try:
-            decoded = decode_value(value.encoded, where=value.name, allow_pickle=allow_pickle)
-        except StateError as error:
-            decoded = Refused(error)
-        if not is_left_out(decoded):
-            values[value.path] = decoded
-    return values
-
-
-def _tree(section: str, values: Mapping[Path, Any], rows: Mapping[str, int]) -> Any:
-    if set(values) == {()} and not rows and not isinstance(values[()], Container):
-        return values[()]
-    index = PathIndex.of(values)
-    leaves = [(path, value) for path, value in values.items() if type(value) is not Container]
-    leaves += [(index.path_of(fqn), StoredTensorRef(row)) for fqn, row in rows.items()]
-    return build_tree(leaves, index.containers, (), section)
 
 
 def _model_state_dict(tree: Any) -> dict[str, Any]:

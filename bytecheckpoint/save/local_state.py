@@ -166,11 +166,6 @@ class LocalState:
         shards = (shard for source in self._sources.values() for shard in source.shards)
         return sum(shard.box.numel * shard.meta.dtype.itemsize for shard in shards)
 
-    @property
-    def values_nbytes(self) -> list[int]:
-        """Bytes of each encoded value."""
-        return [len(data) for *_, data in self.values]
-
     @cached_property
     def contents(self) -> ContentDigests:
         """Digests of the items that ranks compare, in the order of ``PlanTable.compared_items``.

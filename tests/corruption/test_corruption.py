@@ -19,6 +19,7 @@ from sorted_arguments import loading
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.checkpoint import Checkpoint
+from bytecheckpoint.checkpoint.index import Index
 from bytecheckpoint.engine.resources import IOEngine
 from bytecheckpoint.errors import AccessDeniedError, CheckpointError, CorruptionError, FormatError
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
@@ -260,7 +261,7 @@ def test_a_failing_store_is_not_reported_as_corruption(checkpoint: Path, key: st
     """The checkpoint may be intact; an unavailable network must not make a user delete it."""
     refusal = FaultRule("*", f"attempt-*{key}", times=None, error=lambda: AccessDeniedError("refused by test"))
     with closing(IOEngine()) as engine:
-        opened = Checkpoint.open(FaultyBackend(LocalBackend(checkpoint), [refusal]), engine)
+        opened = Checkpoint(Index.read(FaultyBackend(LocalBackend(checkpoint), [refusal])), engine)
         with pytest.raises(AccessDeniedError, match=rf"{re.escape(str(checkpoint))}.*refused by test"):
             _read_everything(opened)
         problems = opened.verify().problems
