@@ -122,8 +122,8 @@ class BaseShare:
     files: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def apply(self, images: Sequence[FileImage], layouts: Sequence[FileLayout], chunk_size: int, rank: int) -> None:
-        """Refer the images of tensor files, which have these layouts, to the base."""
-        for image, layout in zip(images, layouts, strict=True):
+        """Refer the images of tensor files, which come first and have these layouts, to the base."""
+        for image, layout in zip(images, layouts, strict=False):  # files of values have no layout
             base = self._chunks(image, layout, chunk_size)
             if base is not None:
                 image.base = base
