@@ -1,6 +1,6 @@
-"""Read a checkpoint from its copy in a staging folder of this machine, where there is one.
+"""Read a checkpoint from its copy in a tier of this machine, where there is one.
 
-A save with ``staging`` commits a checkpoint to a folder of each machine, and uploads it from there. A machine's folder
+A save with a tier commits a checkpoint to a folder of each machine, and uploads it from there. A machine's folder
 has the files of its own ranks only. The names of data files are never used twice, so a file that is there is a copy of
 the one in the store; the manifest in the store decides which checkpoint is at a path, unless the upload of a later one
 is unfinished, or the store cannot be reached.
@@ -35,7 +35,7 @@ __all__ = [
     "JOURNAL_PREFIX",
     "NearestBackend",
     "open_nearest",
-    "open_staging",
+    "open_tier",
 ]
 
 JOURNAL_PREFIX = TEMPORARY_PREFIX + "transfer-"
@@ -48,15 +48,15 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-def open_staging(staging: str | os.PathLike[str], store: StorageBackend) -> LocalBackend:
-    """Return the folder below ``staging`` for what ``store`` holds: its URL as a path, without user and password.
+def open_tier(tier: str | os.PathLike[str], store: StorageBackend) -> LocalBackend:
+    """Return the folder below ``tier`` for what ``store`` holds: its URL as a path, without user and password.
 
     An endpoint in the options of ``store`` follows the scheme: a bucket may have the same name at two of them. So one
-    staging folder serves all paths, and ``join`` of names below the URL is ``join`` of folders.
+    tier serves all paths, and ``join`` of names below the URL is ``join`` of folders.
 
-    Raises ``UsageError`` if ``staging`` is not a local folder.
+    Raises ``UsageError`` if ``tier`` is not a local folder.
     """
-    root = open_backend(staging)
+    root = open_backend(tier)
     if not isinstance(root, LocalBackend):
         raise UsageError(f"a tier must be a local folder, not {root.display_url}")
     scheme, _, path = store.display_url.replace(HIDDEN_PASSWORD, "").rpartition("://")
@@ -84,7 +84,7 @@ class NearestBackend(StorageBackend):
     """Reads data files in ``near`` where they are there, and everything else in ``far``. Writes nothing to ``near``."""
 
     def __init__(self, tier: Tier, far: StorageBackend, silence: Silence) -> None:
-        self._tier, self._near, self._far, self.options = tier, open_staging(tier.path, far), far, far.options
+        self._tier, self._near, self._far, self.options = tier, open_tier(tier.path, far), far, far.options
         self._silence = silence
         self.is_remote, self.read_size, self.atomic_writer = far.is_remote, far.read_size, far.atomic_writer
         self._lock = threading.Lock()
@@ -246,7 +246,7 @@ class NearestBackend(StorageBackend):
 
 
 def _is_pending(folder: str) -> bool:
-    """Whether a checkpoint in a staging folder has files that are not uploaded."""
+    """Whether a checkpoint in a tier has files that are not uploaded."""
     try:
         return any(name.startswith(JOURNAL_PREFIX + "to-") for name in os.listdir(folder))
     except OSError:

@@ -38,7 +38,7 @@ class LoadReport:
             this rank, and a detail: ``continued`` (exactly where it was saved), ``reseeded`` (a new random stream),
             ``divided`` (all ranks together continue where they were saved) or ``unchanged``.
         notes: Remarks of the adapters, such as tied tensors that were stored separately, and of the storage backend,
-            such as files that are not in a staging folder.
+            such as files that are not in a tier.
         bytes_read: Bytes that this rank read from storage.
         bytes_unchecked: Bytes that this rank requested and read, but compared with no checksum: ``verify=False``, or
             files of another system that have none. (``torch.save`` stores one for each storage; it is checked where

@@ -45,7 +45,7 @@ from .housekeeping import Committed, Housekeeping, StepNames
 from .options import Cadence, ExceptionSave, JobOptions, Preemption, Retention, checked_job
 from .resources import ManagerResources
 from .signals import SignalWatch
-from .staging import StagingFolder
+from .tier import TierFolder
 
 __all__ = ["CheckpointManager"]
 
@@ -181,20 +181,22 @@ class CheckpointManager:
                 if op.rank == 0:
                     self._acquire_root()
             mark = op.broadcast("lease", held.lease.job if held.lease is not None else None)
-            with op.phase("staging"):
+            with op.phase("tier"):
                 if self.root.tier is not None:
-                    held.staging = self._stage_in(self.root.tier, mark)
+                    held.tier_folder = self._open_tier(self.root.tier, mark)
                     if held.housekeeping is not None:
-                        held.housekeeping.pending = held.staging.pending_manifests
-            received = op.gather("staging", msgpack.packb(held.staging.pending() if held.staging is not None else {}))
+                        held.housekeeping.pending = held.tier_folder.pending_manifests
+            received = op.gather(
+                "tier", msgpack.packb(held.tier_folder.pending() if held.tier_folder is not None else {})
+            )
             pending: dict[str, bytes] = {}
             for name, manifest in (item for one in received or () for item in msgpack.unpackb(one).items()):
                 if held.housekeeping is not None:
                     held.housekeeping.keep_objects(manifest)
                 pending.setdefault(name, manifest)
-            pending = msgpack.unpackb(op.broadcast("staging", msgpack.packb(pending) if op.rank == 0 else None))
-            if held.staging is not None:
-                held.staging.begin(pending)
+            pending = msgpack.unpackb(op.broadcast("tier", msgpack.packb(pending) if op.rank == 0 else None))
+            if held.tier_folder is not None:
+                held.tier_folder.begin(pending)
         except BaseException:
             held.release()
             raise
@@ -419,8 +421,8 @@ class CheckpointManager:
         """
         self._check_usable()
         self._finish_saves()
-        if self._resources.staging is not None:
-            self._resources.staging.wait()
+        if self._resources.tier_folder is not None:
+            self._resources.tier_folder.wait()
 
     def _finish_saves(self) -> None:
         with self._rounds.round() as op, self._settling():
@@ -459,9 +461,9 @@ class CheckpointManager:
                 # The other ranks may be elsewhere or gone, so this rank does not wait for them.
                 self._rounds.report_failure(error)
                 self._save_on(error)
-                if self._resources.staging is not None:
+                if self._resources.tier_folder is not None:
                     self._resources.in_flight.drain()
-                    self._resources.staging.leave(self._preemption.grace_s)
+                    self._resources.tier_folder.leave(self._preemption.grace_s)
         except BaseException as failure:
             if error is None:
                 self._save_on(failure)
@@ -503,15 +505,15 @@ class CheckpointManager:
 
     def _await_uploads(self) -> None:
         """If the newest checkpoint is on several machines and not uploaded, wait for the rest of its upload."""
-        staging = self._resources.staging
-        if staging is None:
+        tier_folder = self._resources.tier_folder
+        if tier_folder is None:
             return
         with self._rounds.round() as op:
-            with op.phase("staging"):
-                answer = bytes([staging.lacks_files()]) if op.rank == 0 else None
-            is_needed = op.broadcast("staging", answer) != b"\0"
+            with op.phase("tier"):
+                answer = bytes([tier_folder.lacks_files()]) if op.rank == 0 else None
+            is_needed = op.broadcast("tier", answer) != b"\0"
         if is_needed:
-            staging.wait_begun(self._job.deadline_s / 2)  # the other ranks wait twice as long
+            tier_folder.wait_begun(self._job.deadline_s / 2)  # the other ranks wait twice as long
             with self._rounds.round() as op:
                 op.barrier("uploaded")
 
@@ -611,12 +613,16 @@ class CheckpointManager:
             deadline_s=deadline_s,
             gate=self._request.gate and is_async,
         )
-        lease, housekeeping, staging = self._resources.lease, self._resources.housekeeping, self._resources.staging
+        lease, housekeeping, tier_folder = (
+            self._resources.lease,
+            self._resources.housekeeping,
+            self._resources.tier_folder,
+        )
         if lease is not None:
             request = replace(request, job=lease.job, guard=lease.check)
-        if staging is not None:
-            request = replace(request, upload_stop=staging.stop)
-        cleaners = [one for one in (housekeeping, staging) if one is not None]
+        if tier_folder is not None:
+            request = replace(request, upload_stop=tier_folder.stop)
+        cleaners = [one for one in (housekeeping, tier_folder) if one is not None]
         for one in cleaners:
             one.expect(saved.name)
         try:
@@ -630,8 +636,8 @@ class CheckpointManager:
         self._resources.in_flight.add(handle)
         if housekeeping is not None:
             housekeeping.follow(handle, saved)
-        if staging is not None:
-            staging.follow(handle, saved.name)
+        if tier_folder is not None:
+            tier_folder.follow(handle, saved.name)
         return handle
 
     def _leave(self, step: int, number: int, end: float) -> None:
@@ -640,8 +646,8 @@ class CheckpointManager:
         exits = self._preemption.action == "exit"
         try:
             self._finish_saves()
-            if self._resources.staging is not None:  # half of what is left: parts in flight end, and the lease
-                self._resources.staging.leave((end - time.monotonic()) / 2)
+            if self._resources.tier_folder is not None:  # half of what is left: parts in flight end, and the lease
+                self._resources.tier_folder.leave((end - time.monotonic()) / 2)
         finally:
             if exits:
                 self._resources.release()
@@ -667,9 +673,9 @@ class CheckpointManager:
             on_removed=self._callbacks.removed,
         )
 
-    def _stage_in(self, tier: Tier, job: bytes) -> StagingFolder:
+    def _open_tier(self, tier: Tier, job: bytes) -> TierFolder:
         lease, backend = self._resources.lease, self.root.open(self._job.deadline_s)
-        return StagingFolder(
+        return TierFolder(
             self.root,
             tier,
             self._session.engine.uploads,

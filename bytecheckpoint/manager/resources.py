@@ -17,7 +17,7 @@ from ..runtime.threads import before_exit
 from .coordinator import SavesInFlight
 from .housekeeping import Housekeeping
 from .signals import SignalWatch
-from .staging import StagingFolder
+from .tier import TierFolder
 
 __all__ = ["ManagerResources"]
 
@@ -34,7 +34,7 @@ class ManagerResources:
         self.signals = SignalWatch(())
         self.lease: Lease | None = None
         self.housekeeping: Housekeeping | None = None
-        self.staging: StagingFolder | None = None
+        self.tier_folder: TierFolder | None = None
         self.is_released = False
         before_exit(partial(_release_at_exit, weakref.ref(self)))
 
@@ -52,7 +52,7 @@ class ManagerResources:
 
         Takes no lock that the collected manager may have held; called by the heartbeat of the lease.
         """
-        is_uploading = self.staging is not None and self.staging.is_busy()
+        is_uploading = self.tier_folder is not None and self.tier_folder.is_busy()
         if not self.is_abandoned() or self.in_flight.is_any_running() or is_uploading:
             return False
         _log.warning(
@@ -72,8 +72,8 @@ class ManagerResources:
             return
         self.is_released = True
         self.in_flight.drain()
-        if self.staging is not None:
-            self.staging.drain()
+        if self.tier_folder is not None:
+            self.tier_folder.drain()
         if self.housekeeping is not None:
             self.housekeeping.close()
         if self.lease is not None:

@@ -156,7 +156,7 @@ class SaveCommit:
             with self._timings.step("clean"):
                 if self._replaced is not None and self._replaced.attempt != self.attempt:
                     if self._upload is not None:
-                        remove_superseded(self._upload.staging, self._replaced.attempt)
+                        remove_superseded(self._upload.tier_folder, self._replaced.attempt)
                     elif not (self._replaced.is_shared and self._options.job):  # whose manager sweeps
                         remove_files_of(self._backend, self._replaced)
         except BaseException:  # noqa: BLE001 - the checkpoint is committed; housekeeping must not fail the save

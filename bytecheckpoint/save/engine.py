@@ -97,7 +97,7 @@ class SaveEngine(IOEngine):
         merge_arena: Memory of the merge stage.
         background: Finishes saves one after the other, in the order in which they began.
         helpers: Copies the state of a gated save, and runs the merge stage of one save.
-        uploads: Uploads what was saved to staging folders, one checkpoint after the other.
+        uploads: Uploads what was saved to tiers, one checkpoint after the other.
         plans: Plans of the last saves.
         shared: What the incremental saves of this process know of each other, on rank 0.
         store_rates: How fast the last save to each store was, in bytes per second.

@@ -306,7 +306,7 @@ class SaveRun:
         """Save to a folder of this machine, and upload from there."""
         self.upload = SaveUpload(self.engine, self.op, self.backend, tier, self.options)
         self.handle._upload = self.upload.lifecycle
-        self.backend = self.upload.staging
+        self.backend = self.upload.tier_folder
 
     def _end_failed(self, error: BaseException) -> None:
         """Clean up, and end the save whatever happens: a handle that never ends would block its waiters for ever."""

@@ -1,7 +1,7 @@
-"""The upload of a save with ``staging``: it begins when the checkpoint is committed in the staging folder.
+"""The upload of a save with a tier: it begins when the checkpoint is committed in the tier.
 
 Each rank uploads its own files, in a background thread that serves one upload after the other. Rank 0 writes the
-manifest when all ranks are done. A failure leaves the checkpoint in the staging folder, with the journals from which
+manifest when all ranks are done. A failure leaves the checkpoint in the tier, with the journals from which
 another process can continue.
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 
 from ..checkpoint.location import Tier
 from ..checkpoint.manifest_file import check_replaceable, decode_manifest
-from ..checkpoint.nearest import open_staging
+from ..checkpoint.nearest import open_tier
 from ..checkpoint.sweep import FilesGoneError
 from ..control.base import Operation
 from ..errors import StorageError
@@ -35,7 +35,7 @@ class SaveUpload:
 
     Attributes:
         store: Where the checkpoint is uploaded to.
-        staging: The folder of this machine in which the checkpoint is committed.
+        tier_folder: The folder of this machine in which the checkpoint is committed.
         lifecycle: Whether the upload has ended. Its result counts what this rank sent.
     """
 
@@ -48,8 +48,8 @@ class SaveUpload:
         options: SaveRequest,
     ) -> None:
         self._engine, self._op, self.store, self._options = engine, op, store, options
-        self.staging, self._rate_limit = open_staging(tier.path, store), tier.upload_rate
-        self.staging.deadline_s = options.deadline_s
+        self.tier_folder, self._rate_limit = open_tier(tier.path, store), tier.upload_rate
+        self.tier_folder.deadline_s = options.deadline_s
         self.lifecycle: SaveLifecycle[TransferReport] = SaveLifecycle()
         self._attempt = ""
         self._journal: Journal | None = None
@@ -58,7 +58,9 @@ class SaveUpload:
         """Record on disk that this rank's files must be uploaded. Call it before the commit in the folder."""
         self._attempt = attempt
         try:
-            self._journal = Journal(self.staging.url, JournalHead("to", self.store.display_url, attempt, self._op.rank))
+            self._journal = Journal(
+                self.tier_folder.url, JournalHead("to", self.store.display_url, attempt, self._op.rank)
+            )
         except StorageError as error:
             _log.warning("%s; an upload that is interrupted cannot be continued", error)
 
@@ -95,13 +97,13 @@ class SaveUpload:
         timings = Timings("upload", rank, store.url)
         failure: BaseException | None = None
         try:
-            manifest = decode_manifest(data, self.staging.url)
+            manifest = decode_manifest(data, self.tier_folder.url)
             try:
                 with timings.step("transfer"):
                     if rank == 0:
                         check_replaceable(store)
                     report = upload_files(
-                        self.staging,
+                        self.tier_folder,
                         store,
                         manifest,
                         self._journal,
@@ -130,7 +132,7 @@ class SaveUpload:
         except BaseException as error:  # noqa: BLE001 - the handle raises it
             _log.error(
                 "the upload from %s to %s failed; bcp upload continues it: %s",
-                self.staging.url,
+                self.tier_folder.url,
                 store.display_url,
                 error,
             )
@@ -145,7 +147,7 @@ class SaveUpload:
         finally:
             del failure
             self._engine.shared.end(self._attempt)
-        remove_superseded(self.staging, self._attempt)
+        remove_superseded(self.tier_folder, self._attempt)
 
     def _report(self, error: BaseException) -> None:
         """Report to ranks that may wait for this one that it does not upload its files."""

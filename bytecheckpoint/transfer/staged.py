@@ -1,4 +1,4 @@
-"""Upload what a save has committed in a staging folder: each rank its own files, and the last one the manifest.
+"""Upload what a save has committed in a tier: each rank its own files, and the last one the manifest.
 
 Each rank of the save opens a journal in the folder before the commit there, so a checkpoint in the folder has a journal
 as long as files of this machine are not uploaded. Another process can continue from a journal, on the same machine and
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def upload_files(
-    staging: LocalBackend,
+    tier_folder: LocalBackend,
     store: StorageBackend,
     manifest: Manifest,
     journal: Journal | None,
@@ -45,7 +45,7 @@ def upload_files(
     """Upload the files that ``rank`` wrote. Raises as ``Transfer.run``."""
     rows = [row for row, writer in enumerate(manifest.files.rank.tolist()) if writer == rank]
     transfer = Transfer(
-        data_of(staging, manifest),
+        data_of(tier_folder, manifest),
         data_of(store, manifest),
         manifest,
         rows=rows,
@@ -81,7 +81,7 @@ def commit_upload(
 
 
 def continue_upload(
-    staging: LocalBackend,
+    tier_folder: LocalBackend,
     store: StorageBackend,
     head: JournalHead,
     *,
@@ -107,20 +107,22 @@ def continue_upload(
     as ``upload_files`` and ``commit_upload``.
     """
     assert head.rank is not None
-    with Journal(staging.url, head) as journal:
+    with Journal(tier_folder.url, head) as journal:
         report, is_over = None, True
-        data, stored = _manifest_of(staging, head.attempt), _committed(store)
-        manifest = None if data is None else decode_manifest(data, staging.url)
+        data, stored = _manifest_of(tier_folder, head.attempt), _committed(store)
+        manifest = None if data is None else decode_manifest(data, tier_folder.url)
         is_stored = stored is not None and stored.attempt == head.attempt
         if data is None or manifest is None:
-            is_replaced = journal.is_committed or _is_later(_committed(staging), head) or _is_later(stored, head)
+            is_replaced = journal.is_committed or _is_later(_committed(tier_folder), head) or _is_later(stored, head)
             is_over = is_stored or is_replaced or gives_up or has_expired(head.attempt)
             if not is_over:
-                _log.info("%s: another machine may have committed %s; its files are kept", staging.url, head.attempt)
+                _log.info(
+                    "%s: another machine may have committed %s; its files are kept", tier_folder.url, head.attempt
+                )
         elif has_expired(head.attempt) or not _was_removed(store, manifest, journal, head.rank):
             send = partial(
                 upload_files,
-                staging,
+                tier_folder,
                 store,
                 manifest,
                 journal,
@@ -140,7 +142,7 @@ def continue_upload(
                         _log.warning("%s: another program has removed files; sending them again", store.display_url)
                         send()
             except (KeyExistsError, FilesGoneError) as error:
-                _log.warning("%s is not uploaded: %s", staging.url, error)
+                _log.warning("%s is not uploaded: %s", tier_folder.url, error)
                 report = None
         if is_over:
             if report is None and not is_stored:
@@ -149,7 +151,7 @@ def continue_upload(
                         end_uploads(place, journal)
                         remove_files(place, [key for key in journal.stored if key.startswith(ATTEMPT_PREFIX)])
             journal.remove()
-    remove_superseded(staging, head.attempt)
+    remove_superseded(tier_folder, head.attempt)
     return report
 
 
@@ -178,23 +180,23 @@ def _committed(store: StorageBackend) -> Manifest | None:
 
 
 def is_pending(folder: str, attempt: str) -> bool:
-    """Whether files of this attempt in a staging folder are not uploaded."""
+    """Whether files of this attempt in a tier are not uploaded."""
     return any(head.attempt == attempt and head.direction == "to" for _, head in find_journals(folder))
 
 
-def remove_superseded(staging: LocalBackend, attempt: str) -> None:
-    """Remove an attempt's files from a staging folder, unless some are not uploaded or the manifest names them."""
+def remove_superseded(tier_folder: LocalBackend, attempt: str) -> None:
+    """Remove an attempt's files from a tier, unless some are not uploaded or the manifest names them."""
     with suppress(CheckpointError, StorageError):
-        if not is_pending(staging.url, attempt) and _manifest_of(staging, attempt) is None:
-            above, name = os.path.split(staging.url)
+        if not is_pending(tier_folder.url, attempt) and _manifest_of(tier_folder, attempt) is None:
+            above, name = os.path.split(tier_folder.url)
             for folder in (name, OBJECTS):  # which are removed as well, if nothing else is in them
                 remove_attempt(LocalBackend(above), f"{folder}/{attempt}")
 
 
-def _manifest_of(staging: LocalBackend, attempt: str) -> bytes | None:
-    """Return the manifest in a staging folder if it is that of ``attempt``."""
+def _manifest_of(tier_folder: LocalBackend, attempt: str) -> bytes | None:
+    """Return the manifest in a tier if it is that of ``attempt``."""
     try:
-        data = read_manifest_bytes(staging)
+        data = read_manifest_bytes(tier_folder)
     except (CheckpointNotFoundError, NotACheckpointError):
         return None
-    return data if decode_manifest(data, staging.url).attempt == attempt else None
+    return data if decode_manifest(data, tier_folder.url).attempt == attempt else None

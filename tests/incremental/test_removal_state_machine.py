@@ -22,7 +22,7 @@ from shared_files import CHANGES, CHUNK, GRACE_S, STEPS, Crash, Saved, SharedFil
 from sorted_arguments import save_in_job
 
 import bytecheckpoint as bcp
-from bytecheckpoint.checkpoint.nearest import open_staging
+from bytecheckpoint.checkpoint.nearest import open_tier
 from bytecheckpoint.convert.copy import copy, finish_upload, remove, unfinished_uploads
 from bytecheckpoint.engine.objects import OBJECTS
 from bytecheckpoint.errors import BytecheckpointError, CheckpointError, KeyExistsError, StorageError
@@ -211,10 +211,10 @@ class Transfers(SharedFiles):
         how=st.sampled_from(["", "fail", "fail", "fail once"]),
         at=OF_A_TRANSFER,
     )
-    def save_with_staging(self, step: int, changes: set[tuple[str, int]], base: str | None, how: str, at: int) -> None:
+    def save_with_tier(self, step: int, changes: set[tuple[str, int]], base: str | None, how: str, at: int) -> None:
         self._change(changes)
         name = f"step-{step}"
-        location = bcp.Location(f"{self.root}/{name}", tier=bcp.Tier(self.folder / "staging"))
+        location = bcp.Location(f"{self.root}/{name}", tier=bcp.Tier(self.folder / "tier"))
         state = {"tree": dict(self.tensors)}
         with self._ending(how, at):
             handle = save_in_job(
@@ -227,7 +227,7 @@ class Transfers(SharedFiles):
             )
             handle.uploaded()
         default_session().engine.uploads.submit(int).result()  # the failed upload has ended
-        staged = open_staging(self.folder / "staging", open_backend(f"{self.root}/{name}"))
+        staged = open_tier(self.folder / "tier", open_backend(f"{self.root}/{name}"))
         if self._number_of(name) == self.number:
             self._committed(name)
             self.uploads.pop(name, None)
@@ -241,7 +241,7 @@ class Transfers(SharedFiles):
     @rule(how=st.sampled_from(["", "", "fail", "fail once", "kill"]), at=OF_A_TRANSFER)
     def upload(self, how: str, at: int) -> None:
         with self._ending(how, at):
-            for one in unfinished_uploads(str(self.folder / "staging")):
+            for one in unfinished_uploads(str(self.folder / "tier")):
                 finish_upload(one)
         self._settle_uploads(is_complete=not how)
 
@@ -250,9 +250,9 @@ class Transfers(SharedFiles):
     def upload_by_a_job(self, step: int, changes: set[tuple[str, int]]) -> None:
         self._begin_process()
         self._change(changes)
-        staging = self.folder / "staging"
+        tier = self.folder / "tier"
         with bcp.CheckpointManager(
-            bcp.Location(self.root, tier=bcp.Tier(staging)), preemption=None, save=bcp.SaveOptions(base="auto")
+            bcp.Location(self.root, tier=bcp.Tier(tier)), preemption=None, save=bcp.SaveOptions(base="auto")
         ) as manager:
             manager.save(step, {"tree": dict(self.tensors)}, force=True, metrics={"n": self.number})
         self._committed(f"step-{step}")
@@ -264,12 +264,12 @@ class Transfers(SharedFiles):
     def remove_what_uploads_refer_to(self, step: int, changes: set[tuple[str, int]]) -> None:
         """A job on another machine, which knows of no upload, keeps its own checkpoint only. The uploads go on then."""
         self.manage([step], changes, 1)
-        for one in unfinished_uploads(str(self.folder / "staging")):
+        for one in unfinished_uploads(str(self.folder / "tier")):
             finish_upload(one)
         self._settle_uploads(is_complete=True)
 
     def _settle_uploads(self, *, is_complete: bool) -> None:
-        unfinished = {Path(one.path).name for one in unfinished_uploads(str(self.folder / "staging"))}
+        unfinished = {Path(one.path).name for one in unfinished_uploads(str(self.folder / "tier"))}
         assert not is_complete or not unfinished
         stored = {stat.key for stat in self.raw.list(f"{OBJECTS}/")}
         for name, (saved, when, references) in [*self.uploads.items()]:

@@ -103,7 +103,7 @@ class ManagedSaver(Saver):
 
 class StagedSaver(ManagedSaver):
     def __init__(self, root: str, layout: Any) -> None:
-        super().__init__(bcp.Location(root, tier=bcp.Tier(f"{root}-staging", keep=2)), layout)
+        super().__init__(bcp.Location(root, tier=bcp.Tier(f"{root}-tier", keep=2)), layout)
 
 
 SAVERS = {"alone": Saver, "managed": ManagedSaver, "staged": StagedSaver}
@@ -168,7 +168,7 @@ def test_two_hundred_saves_hold_what_two_held(
     if saves != "alone":
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{SAVES - 1}", f"step-{SAVES}"]
     if saves == "staged":
-        staged = {path.parent.name for path in Path(f"{tmp_path}-staging").rglob("manifest.msgpack")}
+        staged = {path.parent.name for path in Path(f"{tmp_path}-tier").rglob("manifest.msgpack")}
         assert staged == {f"step-{SAVES - 1}", f"step-{SAVES}"}
     left = _files(str(tmp_path))
     assert len(left) == result[0][2], f"files of overwritten checkpoints were left: {left}"

@@ -152,7 +152,7 @@ def test_one_url_at_two_endpoints(source: StorageBackend, target: StorageBackend
 
 
 def test_it_is_no_upload(source: StorageBackend, target: StorageBackend, tmp_path: Path) -> None:
-    """Neither ``bcp upload`` nor what reads a staging folder finds the journal, even if it is there."""
+    """Neither ``bcp upload`` nor what reads a tier finds the journal, even if it is there."""
     bcp.save(tmp_path / "step-1", state(2))
     before = contents(open_backend(tmp_path))
     fail(source, target, journals=str(tmp_path / "step-1"))

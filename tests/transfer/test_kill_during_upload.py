@@ -179,22 +179,22 @@ bcp.save(location, state).uploaded()
 """
 
 
-def test_a_killed_save_with_staging(tmp_path: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any]) -> None:
+def test_a_killed_save_with_a_tier(tmp_path: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any]) -> None:
     """The training job is killed twice while it uploads; what the store has confirmed is not sent again."""
-    url, staging = f"s3://{bucket}/runs/step-7", tmp_path / "staging"
+    url, tier = f"s3://{bucket}/runs/step-7", tmp_path / "tier"
     options = {**s3, "endpoint_url": proxy.url}
     proxy.rule = Gate("part", 3, f"/{bucket}/runs/step-7/")
-    with subprocess.Popen([sys.executable, "-c", _SAVE, url, staging, json.dumps(options), str(PART)]) as job:
+    with subprocess.Popen([sys.executable, "-c", _SAVE, url, tier, json.dumps(options), str(PART)]) as job:
         for _ in range(8):
             assert proxy.waiting.acquire(timeout=time_limit(60)), proxy.kinds
         job.kill()
     proxy.go_on.set()
-    folder = staging / f"s3@{proxy.url.partition('://')[2].replace(':', '-')}" / bucket / "runs" / "step-7"
+    folder = tier / f"s3@{proxy.url.partition('://')[2].replace(':', '-')}" / bucket / "runs" / "step-7"
     known = acknowledged(folder)
     assert len(known) >= 3
-    assert bcp.load(bcp.Location(url, tier=bcp.Tier(staging), storage_options=options), {"extra": {"step": 0}}).loaded
+    assert bcp.load(bcp.Location(url, tier=bcp.Tier(tier), storage_options=options), {"extra": {"step": 0}}).loaded
     proxy.rule = gate = Gate("none", 0, f"/{bucket}/runs/step-7/")
-    [upload] = unfinished_uploads(str(staging))
+    [upload] = unfinished_uploads(str(tier))
     report = finish_upload(upload, bcp.Location(upload.url, storage_options=options))
     assert 0 < report.sent <= report.size - len(known) * PART
     assert not known & set(gate.parts)

@@ -14,7 +14,7 @@ from functools import partial
 from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of, remove_attempt
 from ..checkpoint.location import Location, Tier
 from ..checkpoint.manifest_file import adopt, decode_manifest, read_manifest, read_manifest_bytes
-from ..checkpoint.nearest import open_staging
+from ..checkpoint.nearest import open_tier
 from ..engine.objects import OBJECTS, data_of
 from ..errors import BytecheckpointError, CheckpointError, SavePendingError, StorageError, UsageError
 from ..format.manifest import MANIFEST_KEY, Manifest
@@ -27,7 +27,7 @@ from ..transfer.staged import continue_upload, is_pending, remove_superseded
 from ..transfer.transfer import Stop
 from .housekeeping import Cleaner, StepNames
 
-__all__ = ["StagingFolder"]
+__all__ = ["TierFolder"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _MANY_WAITING = 4  # checkpoints for the upload; more is not a peak any more
 
 
 @dataclass(eq=False)
-class StagingFolder(Cleaner):
+class TierFolder(Cleaner):
     """The tier of the manager's root, on each rank. Several ranks of a machine may share it.
 
     ``uploads`` is the thread that uploads, and ``saves`` is what its saves share. The newest ``tier.keep`` checkpoints
@@ -58,7 +58,7 @@ class StagingFolder(Cleaner):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._folder = open_staging(self.tier.path, self.root.open())
+        self._folder = open_tier(self.tier.path, self.root.open())
 
     def pending(self) -> dict[str, bytes]:
         """Return the manifests of the checkpoints here that are not uploaded, by name."""

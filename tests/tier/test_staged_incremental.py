@@ -1,4 +1,4 @@
-"""Incremental saves to a staging folder: what an older checkpoint in the store has is neither staged nor uploaded."""
+"""Incremental saves to a tier: what an older checkpoint in the store has is neither staged nor uploaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from sorted_arguments import saving
-from staging_faults import failing_uploads
+from tier_faults import failing_uploads
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
@@ -52,19 +52,19 @@ def check(path: Any, step: int) -> bcp.LoadReport:
 
 
 class Places:
-    """A store and a staging folder, both local."""
+    """A store and a tier, both local."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.store, self.staging = tmp_path / "store", tmp_path / "staging"
+        self.store, self.tier = tmp_path / "store", tmp_path / "tier"
 
     def path(self, step: int) -> Path:
         return self.store / f"step-{step}"
 
     def location(self, step: int) -> bcp.Location:
-        return bcp.Location(self.path(step), tier=bcp.Tier(self.staging))
+        return bcp.Location(self.path(step), tier=bcp.Tier(self.tier))
 
     def staged(self, step: int) -> Path:
-        return self.staging / "file" / str(self.store).lstrip("/") / f"step-{step}"
+        return self.tier / "file" / str(self.store).lstrip("/") / f"step-{step}"
 
     def save(self, step: int, **options: Any) -> bcp.SaveHandle:
         return bcp.save(
@@ -133,7 +133,7 @@ def test_a_committed_checkpoint_that_is_not_uploaded_loads(places: Places) -> No
     places.save(1).uploaded(WAIT_S)
     fail_upload(places, 2)
     assert not (places.path(2) / "manifest.msgpack").exists()
-    newest = bcp.latest(bcp.Location(places.store, tier=bcp.Tier(places.staging)))
+    newest = bcp.latest(bcp.Location(places.store, tier=bcp.Tier(places.tier)))
     assert newest is not None
     assert newest.step == 2
     check(places.location(2), 2)
@@ -144,7 +144,7 @@ def test_a_failed_upload_is_continued(places: Places, at: str) -> None:
     places.save(1).uploaded(WAIT_S)
     fail_upload(places, 2, at)
     shutil.rmtree(places.path(1))  # which takes nothing from others
-    (upload,) = unfinished_uploads(str(places.staging))
+    (upload,) = unfinished_uploads(str(places.tier))
     assert finish_upload(upload).files == 3
     assert not [*find_journals(places.staged(2))]
     check(places.path(2), 2)
@@ -157,12 +157,12 @@ def test_an_upload_whose_base_is_gone_is_given_up(places: Places, caplog: pytest
     fail_upload(places, 2)
     remove(places.path(1))
     with caplog.at_level(logging.WARNING, "bytecheckpoint.transfer"):
-        done = CliRunner().invoke(cli, ["upload", str(places.staging)], catch_exceptions=False)
+        done = CliRunner().invoke(cli, ["upload", str(places.tier)], catch_exceptions=False)
     assert done.output == f"{places.path(2)}: nothing was uploaded\n"
     assert f"is not uploaded: {places.path(2)} is not committed: 1 of its files are missing" in caplog.text
-    assert unfinished_uploads(str(places.staging)) == []
+    assert unfinished_uploads(str(places.tier)) == []
     assert not [path for path in places.store.rglob("*") if path.is_file()]
-    assert bcp.latest(bcp.Location(places.store, tier=bcp.Tier(places.staging))) is None
+    assert bcp.latest(bcp.Location(places.store, tier=bcp.Tier(places.tier))) is None
     default_session().engine.shared.last_commit = None
     assert places.save(3).result().bytes_written > SIZE
 
@@ -172,7 +172,7 @@ def test_a_later_checkpoint_is_at_the_path(places: Places) -> None:
     places.save(1).uploaded(WAIT_S)
     fail_upload(places, 2)
     bcp.save(places.path(2), {"other": torch.ones(5)}, step=2)
-    assert finish_upload(*unfinished_uploads(str(places.staging))) is None
+    assert finish_upload(*unfinished_uploads(str(places.tier))) is None
     assert [path.name for path in (places.store / "objects").iterdir()] == [places.objects(1).name]
 
 
@@ -201,7 +201,7 @@ def test_overwritten_in_place(places: Places) -> None:
     """The checkpoint at the path is the base of the one that replaces it."""
     for step in (1, 2, 3):
         handle = bcp.save(
-            bcp.Location(places.path(1), tier=bcp.Tier(places.staging)),
+            bcp.Location(places.path(1), tier=bcp.Tier(places.tier)),
             state(step),
             step=step,
             options=bcp.SaveOptions(base="auto"),
@@ -217,7 +217,7 @@ def test_overwritten_in_place(places: Places) -> None:
 def test_retention_in_both_tiers(places: Places) -> None:
     """The store keeps the files of removed checkpoints that others need, and the folder only the newest checkpoint."""
     with bcp.CheckpointManager(
-        bcp.Location(places.store, tier=bcp.Tier(places.staging)), keep=2, save=bcp.SaveOptions(base="auto")
+        bcp.Location(places.store, tier=bcp.Tier(places.tier)), keep=2, save=bcp.SaveOptions(base="auto")
     ) as manager:
         for step in range(1, 6):
             manager.save(step, state(step), force=True)
@@ -234,7 +234,7 @@ def test_retention_in_both_tiers(places: Places) -> None:
 def leave_an_upload(places: Places) -> None:
     """A job saves steps 1 and 2, and cannot upload step 2."""
     with bcp.CheckpointManager(
-        bcp.Location(places.store, tier=bcp.Tier(places.staging)), keep=1, save=bcp.SaveOptions(base="auto")
+        bcp.Location(places.store, tier=bcp.Tier(places.tier)), keep=1, save=bcp.SaveOptions(base="auto")
     ) as manager:
         manager.save(1, state(1), force=True)
         manager.wait()
@@ -248,7 +248,7 @@ def leave_an_upload(places: Places) -> None:
 def test_the_next_job_continues_the_upload(places: Places) -> None:
     leave_an_upload(places)
     with bcp.CheckpointManager(
-        bcp.Location(places.store, tier=bcp.Tier(places.staging)), keep=1, save=bcp.SaveOptions(base="auto")
+        bcp.Location(places.store, tier=bcp.Tier(places.tier)), keep=1, save=bcp.SaveOptions(base="auto")
     ) as manager:
         resumed = {"model": {"base": torch.zeros(SIZE), "adapter": torch.zeros(5000)}, "extra_state": {"step": -1}}
         assert manager.resume(resumed) is not None
@@ -272,7 +272,7 @@ def test_another_job_cleans_up_before_the_upload_is_continued(
     with bcp.CheckpointManager(places.store, keep=1 if is_removed else None) as manager:
         manager.save(3, {"other": torch.ones(5)}, force=True)
     assert (places.path(1) / "manifest.msgpack").exists() != is_removed
-    report = finish_upload(*unfinished_uploads(str(places.staging)))
+    report = finish_upload(*unfinished_uploads(str(places.tier)))
     assert (report is None) == (is_removed and is_late)
     if report is None:
         assert not (places.path(2) / "manifest.msgpack").exists()

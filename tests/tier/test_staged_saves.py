@@ -1,4 +1,4 @@
-"""Saves to a staging folder, from which the checkpoint is uploaded; and loads of the nearest copy."""
+"""Saves to a tier, from which the checkpoint is uploaded; and loads of the nearest copy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import pytest
 import torch
 from counting_backend import CountingBackend
 from sorted_arguments import loading, saving
-from staging_faults import failing_uploads, opens_silent_store
+from tier_faults import failing_uploads, opens_silent_store
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint import attempts
 from bytecheckpoint.checkpoint.attempts import remove_attempt
-from bytecheckpoint.checkpoint.nearest import open_staging
+from bytecheckpoint.checkpoint.nearest import open_tier
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
 from bytecheckpoint.errors import CheckpointNotFoundError, SavePendingError, StorageError, UsageError
 from bytecheckpoint.format.manifest import MANIFEST_KEY, decode, encode
@@ -58,20 +58,20 @@ def check(loaded: dict[str, Any], value: float) -> None:
 
 
 class Places:
-    """A store and a staging folder, both local, and the checkpoint's folder in each."""
+    """A store and a tier, both local, and the checkpoint's folder in each."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.store, self.staging = tmp_path / "store", tmp_path / "staging"
+        self.store, self.tier = tmp_path / "store", tmp_path / "tier"
 
     @property
     def root(self) -> bcp.Location:
-        return bcp.Location(self.store, tier=bcp.Tier(self.staging))
+        return bcp.Location(self.store, tier=bcp.Tier(self.tier))
 
     def path(self, name: str = "step-1") -> Path:
         return self.store / name
 
     def staged(self, name: str = "step-1") -> Path:
-        return self.staging / "file" / str(self.store).lstrip("/") / name
+        return self.tier / "file" / str(self.store).lstrip("/") / name
 
     def save(self, value: float, name: str = "step-1", **options: Any) -> bcp.SaveHandle:
         return bcp.save(self.root.join(name), state(value), **saving(**options))
@@ -131,7 +131,7 @@ def test_a_save_is_in_both_places(places: Places, is_async: bool) -> None:
     assert handle.result().url == handle.url == str(places.path())
     assert contents(places.path()) == contents(places.staged())
     assert bcp.open(places.path()).verify().ok
-    assert list(find_journals(str(places.staging))) == []
+    assert list(find_journals(str(places.tier))) == []
 
 
 def test_the_result_is_that_of_the_first_commit(places: Places) -> None:
@@ -187,7 +187,7 @@ def test_a_manager_reports_an_upload_that_failed_before_others_succeeded(places:
         manager.wait()
 
 
-def test_without_staging_a_save_is_uploaded_when_it_is_committed(tmp_path: Path) -> None:
+def test_without_a_tier_a_save_is_uploaded_when_it_is_committed(tmp_path: Path) -> None:
     called = []
     handle = bcp.save(tmp_path / "step-1", state(1.0))
     handle.add_uploaded_callback(called.append)
@@ -294,7 +294,7 @@ def test_a_disk_that_cannot_read_the_copy(places: Places, monkeypatch: pytest.Mo
     places.save(1.0).uploaded(WAIT_S)
 
     def fail(self: PageCache, *_: int) -> bool:
-        if os.readlink(f"/proc/self/fd/{self._fd}").startswith(str(places.staging)):
+        if os.readlink(f"/proc/self/fd/{self._fd}").startswith(str(places.tier)):
             raise OSError(errno.EIO, "the disk is broken")
         return True
 
@@ -327,18 +327,18 @@ def test_damage_to_an_older_checkpoint_is_not_blamed_on_the_copy(
 def test_a_failed_upload_is_continued(places: Places) -> None:
     fail_upload(places, 1.0)
     check(places.load()[0], 1.0)
-    [upload] = unfinished_uploads(str(places.staging))
+    [upload] = unfinished_uploads(str(places.tier))
     assert (upload.path, upload.url, upload.head.rank) == (str(places.staged()), str(places.path()), 0)
     report = finish_upload(upload)
     assert report.sent == report.size == upload.size
     assert contents(places.path()) == contents(places.staged())
-    assert unfinished_uploads(str(places.staging)) == []
+    assert unfinished_uploads(str(places.tier)) == []
 
 
 def test_a_failed_commit_is_continued_without_sending_anything_again(places: Places) -> None:
     fail_upload(places, 1.0, at="commit")
     assert not (places.path() / "manifest.msgpack").exists()
-    report = finish_upload(*unfinished_uploads(str(places.staging)))
+    report = finish_upload(*unfinished_uploads(str(places.tier)))
     assert report.sent == 0
     check(places.load()[0], 1.0)
 
@@ -367,7 +367,7 @@ def test_a_job_begins_while_an_upload_of_an_ended_job_is_continued(
         return original(*arguments, **options)
 
     monkeypatch.setattr(staged, "commit", commit_late)
-    assert finish_upload(*unfinished_uploads(str(places.staging))).sent == 0
+    assert finish_upload(*unfinished_uploads(str(places.tier))).sent == 0
     assert "sending them again" not in caplog.text
     assert bcp.open(places.path()).verify().ok
     assert contents(places.path()) == contents(places.staged())
@@ -391,7 +391,7 @@ def test_an_upload_takes_more_than_a_day(places: Places, monkeypatch: pytest.Mon
             with pytest.raises(StorageError, match="another program removed them"):
                 handle.uploaded(WAIT_S)
             assert not (places.path() / MANIFEST_KEY).exists()
-            finish_upload(*unfinished_uploads(str(places.staging)))
+            finish_upload(*unfinished_uploads(str(places.tier)))
         else:
             handle.uploaded(WAIT_S)
     finally:
@@ -410,7 +410,7 @@ def test_files_that_vanish_at_the_commit_are_sent_again(places: Places, monkeypa
         return result
 
     monkeypatch.setattr(staged, "commit", commit_and_remove)
-    finish_upload(*unfinished_uploads(str(places.staging)))
+    finish_upload(*unfinished_uploads(str(places.tier)))
     assert contents(places.path()) == contents(places.staged())
 
 
@@ -427,7 +427,7 @@ def test_a_failed_save_leaves_nothing_to_upload(places: Places) -> None:
         assert handle.is_uploaded()
     finally:
         stop()
-    assert unfinished_uploads(str(places.staging)) == []
+    assert unfinished_uploads(str(places.tier)) == []
     assert not places.staged().exists() or contents(places.staged()) == {}
 
 
@@ -436,7 +436,7 @@ def test_overwritten_while_it_is_uploaded(places: Places) -> None:
     with held_uploads():
         first = places.save(1.0)
         second = places.save(2.0)
-        assert len(list(find_journals(str(places.staging)))) == 2
+        assert len(list(find_journals(str(places.tier)))) == 2
         check(places.load()[0], 2.0)
     first.uploaded(WAIT_S)
     second.uploaded(WAIT_S)
@@ -448,7 +448,7 @@ def test_overwritten_while_it_is_uploaded(places: Places) -> None:
 def test_an_upload_of_an_overwritten_checkpoint_is_discarded(places: Places) -> None:
     fail_upload(places, 1.0, at="commit")
     attempt = fail_upload(places, 2.0)
-    by_attempt = {one.head.attempt: one for one in unfinished_uploads(str(places.staging))}
+    by_attempt = {one.head.attempt: one for one in unfinished_uploads(str(places.tier))}
     last = by_attempt.pop(attempt)
     assert finish_upload(*by_attempt.values()) is None
     assert contents(places.path()) == {}
@@ -465,11 +465,11 @@ def test_the_journal_of_a_committed_upload_is_left(places: Places, monkeypatch: 
         first.uploaded(WAIT_S)
     before = contents(places.path())
     attempt = fail_upload(places, 2.0)
-    by_attempt = {one.head.attempt: one for one in unfinished_uploads(str(places.staging))}
+    by_attempt = {one.head.attempt: one for one in unfinished_uploads(str(places.tier))}
     finish_upload(by_attempt.pop(first.result().attempt))
     assert contents(places.path()) == before
     assert bcp.open(places.path()).verify().ok
-    assert [one.head.attempt for one in unfinished_uploads(str(places.staging))] == [attempt]
+    assert [one.head.attempt for one in unfinished_uploads(str(places.tier))] == [attempt]
     finish_upload(*by_attempt.values())
     assert contents(places.path()) == contents(places.staged())
 
@@ -478,7 +478,7 @@ def test_a_later_checkpoint_in_the_store_is_not_replaced(places: Places, tmp_pat
     fail_upload(places, 1.0, at="commit")
     bcp.save(places.path(), state(3.0))
     check(places.load()[0], 3.0)
-    assert finish_upload(*unfinished_uploads(str(places.staging))) is None
+    assert finish_upload(*unfinished_uploads(str(places.tier))) is None
     check(places.load()[0], 3.0)
     assert {key.partition("/")[0] for key in contents(places.path())} == {
         "manifest.msgpack",
@@ -553,7 +553,7 @@ def test_the_rate_is_limited(places: Places, monkeypatch: pytest.MonkeyPatch) ->
     """Six parts, of which the first is sent at once."""
     monkeypatch.setattr(base._PiecewiseWriter, "part_bytes", 1 << 20)
     begun = time.monotonic()
-    location = bcp.Location(places.path(), tier=bcp.Tier(places.staging, upload_rate=10 << 20))
+    location = bcp.Location(places.path(), tier=bcp.Tier(places.tier, upload_rate=10 << 20))
     bcp.save(location, state(1.0)).uploaded(WAIT_S)
     assert time.monotonic() - begun > 0.5
 
@@ -565,7 +565,7 @@ def test_uploads_do_not_outlast_the_grace_period(places: Places, how: str) -> No
     handles = []
 
     def train() -> None:
-        root = bcp.Location(places.store, tier=bcp.Tier(places.staging, upload_rate=1.0))
+        root = bcp.Location(places.store, tier=bcp.Tier(places.tier, upload_rate=1.0))
         with bcp.CheckpointManager(root, preemption=preemption) as manager:
             handles.append(manager.save(1, state(1.0), force=True))
             if how == "signal":
@@ -582,32 +582,32 @@ def test_uploads_do_not_outlast_the_grace_period(places: Places, how: str) -> No
         manager.resume(loaded := empty())
     check(loaded, 2.0 if how == "signal" else 1.0)
     assert bcp.open(places.path()).verify().ok
-    assert list(find_journals(str(places.staging))) == []
+    assert list(find_journals(str(places.tier))) == []
 
 
 def test_invalid_arguments(places: Places) -> None:
     with pytest.raises(UsageError, match=r"Tier.upload_rate must be a positive number"):
-        bcp.Tier(places.staging, upload_rate=-1)
+        bcp.Tier(places.tier, upload_rate=-1)
     with pytest.raises(UsageError, match=r"Tier.keep must be a whole number"):
-        bcp.Tier(places.staging, keep=0)
+        bcp.Tier(places.tier, keep=0)
     with pytest.raises(UsageError, match=r"Tier.path must be a path"):
         bcp.Tier(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"Location.tier must be a bytecheckpoint.Tier"):
-        bcp.Location(places.store, tier=str(places.staging))  # type: ignore[arg-type]
+        bcp.Location(places.store, tier=str(places.tier))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="tier must be a local folder"):
         bcp.save(bcp.Location(places.path(), tier=bcp.Tier("memory://x")), state(1.0))
     assert not places.store.exists()
-    assert not places.staging.exists()
+    assert not places.tier.exists()
 
 
 def test_a_user_and_a_password_are_no_folder(tmp_path: Path) -> None:
-    folder = open_staging(tmp_path, MemoryBackend("user:secret@runs", "7b"))
+    folder = open_tier(tmp_path, MemoryBackend("user:secret@runs", "7b"))
     assert folder.url == str(tmp_path / "memory" / "runs" / "7b")
 
 
 def test_endpoints_have_folders_of_their_own(tmp_path: Path) -> None:
     store = MemoryBackend("runs", "7b")
     store.options = {"endpoint_url": "http://user:secret@minio:9000/"}
-    assert open_staging(tmp_path, store).url == str(tmp_path / "memory@minio-9000" / "runs" / "7b")
+    assert open_tier(tmp_path, store).url == str(tmp_path / "memory@minio-9000" / "runs" / "7b")
     store.options = {"client_kwargs": {"endpoint_url": "https://s3.example.org"}}
-    assert open_staging(tmp_path, store).url == str(tmp_path / "memory@s3.example.org" / "runs" / "7b")
+    assert open_tier(tmp_path, store).url == str(tmp_path / "memory@s3.example.org" / "runs" / "7b")

@@ -1,4 +1,4 @@
-"""Staging folders of several machines, which are a folder for each rank here, and what restarted jobs make of them."""
+"""Tiers of several machines, which are a folder for each rank here, and what restarted jobs make of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sorted_arguments import managing
-from staging_faults import opens_silent_store
+from tier_faults import opens_silent_store
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -478,11 +478,11 @@ def _continue_without_the_root(rank: int, world_size: int, root: str) -> list[st
     if rank == 0:
         lease.write_bytes(replace(LeaseRecord.unpack(lease.read_bytes()), job=b"next").pack())
     dist.barrier()
-    staging = manager._resources.staging
+    tier_folder = manager._resources.tier_folder
     if rank == 1:
-        staging._continue()
+        tier_folder._continue()
     dist.barrier()
-    staging._unfinished.clear()
+    tier_folder._unfinished.clear()
     with suppress(BytecheckpointError):
         manager.close()
     return [path.parent.name for path in Path(_store(root)).glob("*/manifest.msgpack")]

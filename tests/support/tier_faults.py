@@ -1,4 +1,4 @@
-"""Faults of the store behind a staging folder: it fails uploads, or does not answer."""
+"""Faults of the store behind a tier: it fails uploads, or does not answer."""
 
 from __future__ import annotations
 
