@@ -4,18 +4,18 @@
     <root>/<checkpoint>/manifest.msgpack   names files in objects/<any attempt>/
 
 A checkpoint consists of its manifest and what the manifest names. Nothing else states what is needed: removing a
-checkpoint removes its manifest, by whatever hand, and a *sweep* lists the objects, reads all manifests of the root, and
-deletes what no manifest names.
+checkpoint removes its manifest, by whatever means, and a *sweep* lists the objects, reads all manifests of the root,
+and deletes what no manifest names.
 
-**No committed checkpoint lacks a file because of a sweep.** Whoever commits such a manifest, and whoever sweeps, holds
-the lease of the root meanwhile (``checkpoint.lease``), and a process does one of them at a time. Under the lease, a
+**No committed checkpoint lacks a file because of a sweep.** A process that commits such a manifest, or sweeps, holds
+the lease of the root while it does so (``checkpoint.lease``), and does one of the two at a time. Under the lease, a
 save checks right before its commit that every file that it names is there with its size. So a manifest that is
 committed before a sweep is read by it; one that is committed after it names only files that are there after the sweep.
 
-What a running save has written, or will refer to, is left to it for two reasons: the process that sweeps knows its own
-saves (``SharedSaves``), and no other job that holds the lease is alive. Files of saves without a manager, and of
-uploads, may belong to running ones until they are 24 hours old. Should a sweep be wrong about that, the save finds that
-a file is missing, and commits nothing.
+What a running save has written, or will refer to, is left to it for two reasons: the process that sweeps has a record
+of its own saves (``SharedSaves``), and no other job that holds the lease is alive. Files of saves without a manager,
+and of uploads, may belong to running ones until they are 24 hours old. Should a sweep be wrong about that, the save
+finds that a file is missing, and commits nothing.
 
 A sweep that cannot read a manifest removes nothing: it does not know what is needed.
 """
@@ -146,7 +146,7 @@ def sweep(
         root: The folder of the checkpoints.
         ended: Attempts whose saves have certainly ended.
         has_ended: Whether that of another attempt has; those that are older than 24 hours have anyway.
-        needed: Names of objects that the caller knows to be needed.
+        needed: Names of objects that are needed according to the caller.
 
     Raises:
         StorageError: The store failed. Objects may remain.

@@ -13,13 +13,13 @@ from ..storage_backends import folder_name, open_sibling
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
 
-__all__ = ["OBJECTS", "attempts_of", "data_of", "files_of", "objects_beside"]
+__all__ = ["OBJECTS", "attempts_of", "data_of", "files_of", "objects_next_to"]
 
 OBJECTS = "objects"
 """The folder of a root with the files that its incremental checkpoints share."""
 
 
-def objects_beside(checkpoint: StorageBackend) -> StorageBackend | None:
+def objects_next_to(checkpoint: StorageBackend) -> StorageBackend | None:
     """Return the shared objects of the root that a checkpoint's folder is in; None if the folder has no parent."""
     return open_sibling(checkpoint, OBJECTS) if folder_name(checkpoint) else None
 
@@ -32,11 +32,11 @@ def data_of(checkpoint: StorageBackend, manifest: Manifest) -> StorageBackend:
     if not manifest.is_shared:
         return checkpoint
     if isinstance(checkpoint, LocalBackend):
-        beside_link = LocalBackend(os.path.join(os.path.dirname(checkpoint.url), OBJECTS))
-        if os.path.isdir(os.path.join(beside_link.url, manifest.attempt)):
-            beside_link.deadline_s = checkpoint.deadline_s
-            return beside_link
-    return objects_beside(checkpoint) or checkpoint
+        objects = LocalBackend(os.path.join(os.path.dirname(checkpoint.url), OBJECTS))
+        if os.path.isdir(os.path.join(objects.url, manifest.attempt)):
+            objects.deadline_s = checkpoint.deadline_s
+            return objects
+    return objects_next_to(checkpoint) or checkpoint
 
 
 def files_of(manifest: Manifest) -> dict[str, int]:

@@ -16,7 +16,7 @@ from ..checkpoint.manifest_file import check_replaceable
 from ..control.base import Operation
 from ..engine.files import FileImage, data_key, tensor_image
 from ..engine.merging.merge import MergeResources, MergeWork, merge
-from ..engine.objects import objects_beside
+from ..engine.objects import objects_next_to
 from ..engine.unchanged import find_unchanged
 from ..engine.writing import WrittenFile, check_space, write_images, write_whole
 from ..errors import StateError, UsageError
@@ -268,7 +268,7 @@ class SaveRun:
             choice = find_base(self.engine.shared, path, self.options, share.attempt, damaged)
             self.commit.base = choice.base
         self._base, self._remark = share_base(self.op, choice)
-        objects = objects_beside(self.backend)
+        objects = objects_next_to(self.backend)
         if self._base is not None and objects is not None:
             self.commit.share_objects(objects)
         if self._remark and self.op.rank == 0:

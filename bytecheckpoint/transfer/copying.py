@@ -34,7 +34,7 @@ def copy_checkpoint(
 ) -> TransferReport:
     """Copy a checkpoint, and check every byte before it is sent.
 
-    The copy is an attempt of its own, with the same files. That of an incremental checkpoint is complete: it has the
+    The copy is a separate attempt, with the same files. That of an incremental checkpoint is complete: it has the
     frames that other checkpoints have of the source, and shares nothing.
 
     A journal lets a later call continue after a failure. It is in the local directory ``journals``; by default in the

@@ -17,7 +17,7 @@ from functools import partial
 from ..checkpoint.attempts import ATTEMPT_PREFIX, attempt_time, has_expired, remove_attempt
 from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes, remove_files
 from ..checkpoint.sweep import FilesGoneError, admitted, missing_files, remove_files_of
-from ..engine.objects import OBJECTS, data_of, objects_beside
+from ..engine.objects import OBJECTS, data_of, objects_next_to
 from ..errors import CheckpointError, CheckpointNotFoundError, KeyExistsError, NotACheckpointError, StorageError
 from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
@@ -146,7 +146,7 @@ def continue_upload(
                 report = None
         if is_over:
             if report is None and not is_stored:
-                for place in (store, objects_beside(store)):  # without the manifest, it is unknown which
+                for place in (store, objects_next_to(store)):  # without the manifest, it is unknown which
                     if place is not None:
                         end_uploads(place, journal)
                         remove_files(place, [key for key in journal.stored if key.startswith(ATTEMPT_PREFIX)])

@@ -122,7 +122,7 @@ def test_existing_targets_are_not_overwritten(one: Path, four: Path, tmp_path: P
 
 
 def _data_files(path: Path) -> dict[str, bytes]:
-    """The data files of a checkpoint by their names in the attempt: a copy is an attempt of its own."""
+    """The data files of a checkpoint by their names in the attempt: a copy is a separate attempt."""
     names = [name for name in kit.folder_contents(path) if "/" in name]
     assert names
     return {name.partition("/")[2]: (path / name).read_bytes() for name in names}

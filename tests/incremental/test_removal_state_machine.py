@@ -262,7 +262,7 @@ class Transfers(SharedFiles):
     @precondition(lambda self: any(references for _, _, references in self.uploads.values()))
     @rule(step=STEPS, changes=CHANGES)
     def remove_what_uploads_refer_to(self, step: int, changes: set[tuple[str, int]]) -> None:
-        """A job on another machine, which knows of no upload, keeps its own checkpoint only. The uploads go on then."""
+        """A job on another machine, without a record of uploads, keeps its own checkpoint only. The uploads go on."""
         self.manage([step], changes, 1)
         for one in unfinished_uploads(str(self.folder / "tier")):
             finish_upload(one)

@@ -219,15 +219,15 @@ def test_a_removal_leaves_the_objects_to_the_job_that_holds_the_root(tmp_path: P
     assert bcp.open(tmp_path / "step-4").verify().ok
 
 
-def test_a_save_beside_a_job_shares_nothing(tmp_path: Path) -> None:
+def test_a_save_next_to_a_job_shares_nothing(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path, save={"base": "auto"}, preemption=None) as manager:
         manager.save(1, {"tree": {"t": tensor()}}, force=True)
         manager.wait()
         with bcp.Checkpointer() as other:
-            done = other.save(tmp_path / "mine", {"tree": {"t": tensor()}}, **saving(base="auto")).result()
+            done = other.save(tmp_path / "other", {"tree": {"t": tensor()}}, **saving(base="auto")).result()
     assert "holds the lease" in done.remark
-    assert not bcp.open(tmp_path / "mine").manifest.is_shared
-    check(tmp_path / "mine", tensor())
+    assert not bcp.open(tmp_path / "other").manifest.is_shared
+    check(tmp_path / "other", tensor())
 
 
 def test_two_removals_wait_for_each_other(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_two_removals_wait_for_each_other(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_lease_that_could_not_be_released_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_lease_that_could_not_be_released_blocks_no_save(tmp_path: Path) -> None:
     save(tmp_path / "step-1", tensor())
     backend = FaultyBackend(open_backend(tmp_path), [FaultRule("delete", LEASE_KEY, error=StorageError("broken"))])
     with hold_root(backend, patience_s=0):

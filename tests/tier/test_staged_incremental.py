@@ -264,7 +264,7 @@ def test_the_next_job_continues_the_upload(places: Places) -> None:
 def test_another_job_cleans_up_before_the_upload_is_continued(
     places: Places, monkeypatch: pytest.MonkeyPatch, is_removed: bool, is_late: bool
 ) -> None:
-    """It is on another machine, which knows of no upload. It keeps what is uploaded of it for a day."""
+    """It is on another machine, where no upload is recorded. It keeps what is uploaded of it for a day."""
     leave_an_upload(places)
     if is_late:
         later = time.time() + 25 * 3600
