@@ -13,8 +13,8 @@ from torch import nn
 
 from bytecheckpoint.errors import DeadlineError, EngineError
 from bytecheckpoint.inference.push import Engine, Receiver
+from bytecheckpoint.inference.push.block_quantization import Blocks
 from bytecheckpoint.inference.push.engine_model import EngineModel
-from bytecheckpoint.inference.push.quantization.blocks import Blocks
 from bytecheckpoint.inference.push.transports.cuda_ipc import compute_device
 
 __all__ = ["LAYER_ROWS", "PipeEngine", "trainee"]

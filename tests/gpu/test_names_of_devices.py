@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from bytecheckpoint.inference.push.ipc.engine import gpus_of
+from bytecheckpoint.inference.push.checkpoint_engine import gpus_of
 from bytecheckpoint.inference.push.transports.cuda_ipc import visible_gpus
 
 pytestmark = pytest.mark.gpu

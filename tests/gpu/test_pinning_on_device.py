@@ -13,7 +13,7 @@ import torch
 
 from bytecheckpoint.engine.blocks import Block
 from bytecheckpoint.errors import StateError
-from bytecheckpoint.inference.push.ipc.engine import CudaBuckets
+from bytecheckpoint.inference.push.checkpoint_engine import CudaBuckets
 from bytecheckpoint.inference.push.transports.shared_memory import SharedArena
 from bytecheckpoint.testing import time_limit
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bytecheckpoint.errors import EngineError
-from bytecheckpoint.inference.push.ipc import engine
-from bytecheckpoint.inference.push.ipc.engine import make_buckets
+from bytecheckpoint.inference.push import checkpoint_engine
+from bytecheckpoint.inference.push.checkpoint_engine import make_buckets
 from bytecheckpoint.inference.push.transports.shared_memory import SharedArena
 
 
@@ -21,7 +21,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise EngineError("no memory")
         return SharedArena(nbytes)
 
-    monkeypatch.setattr(engine, "SharedArena", arena)
+    monkeypatch.setattr(checkpoint_engine, "SharedArena", arena)
     return found
 
 

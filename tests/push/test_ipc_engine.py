@@ -31,7 +31,7 @@ from bytecheckpoint import telemetry
 from bytecheckpoint.cli import cli
 from bytecheckpoint.errors import BytecheckpointError, DeadlineError, EngineError, StateError
 from bytecheckpoint.inference.push import DraftEngine, HttpEngine, IpcEngine, Pusher
-from bytecheckpoint.inference.push.ipc.update import Update
+from bytecheckpoint.inference.push.checkpoint_engine_update import Update
 from bytecheckpoint.inference.push.memory import DOUBLE, STREAMED
 from bytecheckpoint.testing.ranks import RankPool
 

@@ -12,7 +12,7 @@ from cuda_runtime import Runtime, stand_in_runtime
 from toy_engine import ToyTrainee, ToyWorker, expected_digests
 
 from bytecheckpoint.inference.push import Engine, Pusher, writing
-from bytecheckpoint.inference.push.quantization.quantizer import Quantizer
+from bytecheckpoint.inference.push.quantizer import Quantizer
 from bytecheckpoint.inference.push.receiver import Receiver
 from bytecheckpoint.inference.push.sources import StateSource
 from bytecheckpoint.inference.push.transports.shared_memory import SharedArena

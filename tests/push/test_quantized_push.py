@@ -16,8 +16,7 @@ from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
 from bytecheckpoint.errors import BytecheckpointError, MismatchError
-from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport
-from bytecheckpoint.inference.push.quantization import quantizer
+from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport, quantizer
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 

@@ -17,10 +17,7 @@ from toy_blocks import reference
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.inference.layouts.hub_names import scale_name
 from bytecheckpoint.inference.layouts.parts import TensorBox
-from bytecheckpoint.inference.push.layout import Holding
-from bytecheckpoint.inference.push.messages import Table
-from bytecheckpoint.inference.push.plan import plan_push
-from bytecheckpoint.inference.push.quantization.blocks import (
+from bytecheckpoint.inference.push.block_quantization import (
     QUANTIZED,
     SCALE,
     Blocks,
@@ -31,7 +28,10 @@ from bytecheckpoint.inference.push.quantization.blocks import (
     quantize,
     scales_of,
 )
-from bytecheckpoint.inference.push.quantization.quantizer import Quantizer, holdings_of_blocks, pack_task, plan_exchange
+from bytecheckpoint.inference.push.layout import Holding
+from bytecheckpoint.inference.push.messages import Table
+from bytecheckpoint.inference.push.plan import plan_push
+from bytecheckpoint.inference.push.quantizer import Quantizer, holdings_of_blocks, pack_task, plan_exchange
 from bytecheckpoint.inference.push.sources import PushSource
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
@@ -181,7 +181,7 @@ def test_each_maximum_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         looked.append(tensor.numel())
         return maxima_of(tensor, *args)
 
-    monkeypatch.setattr("bytecheckpoint.inference.push.quantization.quantizer.maxima_of", counting)
+    monkeypatch.setattr("bytecheckpoint.inference.push.quantizer.maxima_of", counting)
     tensor, blocks = torch.randn(1000, 384), (128, 128)
     sender = _Sender(tensor, [Box.whole((1000, 384))])
     held = holdings_of_blocks({"w": [Holding(Box.whole((1000, 384)), (0,))]}, {"w": blocks}, 1)

@@ -27,7 +27,7 @@ PACKAGE = Path(bcp.__file__).parent
 MAY_PICKLE = {
     "bytecheckpoint.dcp.export",  # writes the metadata of DCP, which is a pickle
     "bytecheckpoint.format.values.pickled",
-    "bytecheckpoint.inference.push.ipc.update",
+    "bytecheckpoint.inference.push.checkpoint_engine_update",
     "bytecheckpoint.testing.rank_process",
     "bytecheckpoint.testing.ranks",
 }

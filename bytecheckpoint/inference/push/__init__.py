@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from .checkpoint_engine import IpcEngine
 from .engines.adapters import AdapterEngine, adapter_config, adapter_state
 from .engines.base import DraftEngine, Engine
 from .engines.rpc import LocalEngine, RpcEngine
 from .engines.vllm import HttpEngine, NativeEngine
-from .ipc.engine import IpcEngine
 from .pusher import Pusher
 from .receiver import Receiver
 from .report import PushReport, WorkerReport

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from ...errors import StateError
+from .block_quantization import Blocks
 from .engine_model import EngineModel
 from .messages import check_faults
-from .quantization.blocks import Blocks
 from .receiver import Receiver
 
 __all__ = ["AdapterHost", "AdapterModel", "AdapterReceivers", "LoraAdapter", "LoraFactor", "LoraLayer", "factor_of"]

@@ -19,7 +19,7 @@ from .leases import push_command, settle
 from .memory import DOUBLE, MODES, STREAMED, Mode
 from .messages import Table, first_cause
 from .plan import Assignments, BoundPlan, Worker, merge_descriptions, plan_push
-from .quantization.quantizer import holdings_of_blocks, plan_exchange
+from .quantizer import holdings_of_blocks, plan_exchange
 from .report import PushReport, WorkerReport
 from .requests import TensorRequest, blocks_by_name, request_tensors
 from .transports.group import GroupAddress, GroupBackend, GroupRendezvous

@@ -21,9 +21,9 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.shards import basic_meta, torch_dtype
 from ..layouts.parts import StridedView, TensorBox, box_of, without_duplicates
 from ..layouts.recording import Copy, Recorder, UnrecordedWrites, storage_identity, tensor_in_use, uncovered
+from .block_quantization import Blocks, check_quantizable
 from .layout import ChunkStore, Layout
 from .messages import Table, check_faults
-from .quantization.blocks import Blocks, check_quantizable
 
 __all__ = ["ChunkedTensors", "EngineModel", "LoadRecord", "record_load"]
 

@@ -25,7 +25,7 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
 from .memory import HeldVersion
 from .messages import SenderLost, without_traceback
-from .quantization.quantizer import Quantizer
+from .quantizer import Quantizer
 from .sender import PushAssignment, Sender
 from .sources import PushSource
 from .transports.base import Transport, TransportBroken

@@ -19,10 +19,10 @@ from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ..layouts.hub_names import scale_name
 from ..layouts.parts import TensorBox
+from .block_quantization import Blocks, cut_blocks, without
 from .layout import Holding, Layout, Waves, Write, cut_box
 from .messages import Table, check_faults, list_faults
-from .quantization.blocks import Blocks, cut_blocks, without
-from .quantization.quantizer import MaximaExchange, pack_task
+from .quantizer import MaximaExchange, pack_task
 from .transports.base import ChunkTarget
 from .transports.group_transport import plan_receptions
 from .writing import SENT, UNCHANGED, Job, SenderResult, pack_writes

@@ -16,7 +16,7 @@ from ...runtime.threads import Threads
 from ...telemetry.trace import Timings
 from .coordinator import PushCoordinator
 from .engines.base import Budget
-from .quantization.quantizer import Quantizer
+from .quantizer import Quantizer
 from .report import ProgressReporter, PushReport
 from .sender import Sender
 from .sources import PushSource

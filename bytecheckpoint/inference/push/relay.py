@@ -19,12 +19,12 @@ from torch import nn
 
 from ...errors import DeadlineError, StateError
 from ...runtime.threads import run_daemon
+from .block_quantization import Blocks
 from .engine_model import EngineModel
 from .engines.base import split_target
 from .engines.vllm import HttpEngine
 from .guard import ExitGuard
 from .messages import decode
-from .quantization.blocks import Blocks
 from .receiver import Receiver
 
 __all__ = ["RelayEngine", "RelayModel"]

@@ -14,10 +14,10 @@ from ...errors import MismatchError
 from ...tensors.metadata import BasicMeta
 from ..layouts.hub_names import scale_name
 from ..layouts.parts import TensorBox
+from .block_quantization import QUANTIZED, SCALE, Blocks, grid_of, is_narrow, is_wide
 from .engines.base import Budget, Engine, ask
 from .messages import Table, check_faults, unpack_parts
 from .plan import check_taken_whole
-from .quantization.blocks import QUANTIZED, SCALE, Blocks, grid_of, is_narrow, is_wide
 
 __all__ = ["TensorRequest", "blocks_by_name", "request_tensors"]
 

@@ -16,8 +16,8 @@ from ...control.connections import Endpoint
 from ...tensors.dtypes import is_lossless_cast
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
-from .quantization.blocks import QUANTIZED
-from .quantization.quantizer import Quantizer
+from .block_quantization import QUANTIZED
+from .quantizer import Quantizer
 from .sources import PushSource
 from .transports.base import Transport, word_digest, xxh3_digest
 from .transports.cuda_ipc import compute_device

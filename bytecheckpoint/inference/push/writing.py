@@ -19,7 +19,7 @@ from ...runtime.threads import Threads
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from .layout import Write
-from .quantization.quantizer import Quantizer, torch_dtype_of
+from .quantizer import Quantizer, torch_dtype_of
 from .sources import PushSource
 from .transports.base import ChunkTarget, Digest, Transport
 from .transports.cuda_ipc import synchronize

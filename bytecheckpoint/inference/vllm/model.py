@@ -34,8 +34,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ...errors import MismatchError, StateError
 from ..layouts.hub_names import hub_tensors, scale_name
+from ..push.block_quantization import grid_of
 from ..push.engine_model import EngineModel
-from ..push.quantization.blocks import grid_of
 from ..push.receiver import Receiver
 from ..push.transports.cuda_ipc import compute_device
 from .adapter_slots import keep_adapters

@@ -16,15 +16,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ....errors import EngineError, StateError, UsageError
-from ..engines.rpc import PauseMode
-from ..engines.vllm import MissingEndpoint
-from ..relay import RelayEngine, RelayModel
-from ..transports.cuda_ipc import GPU_PREFIX, visible_gpus
-from ..transports.shared_memory import SharedArena
-from .update import Handle, Update, zeromq
+from ...errors import EngineError, StateError, UsageError
+from .checkpoint_engine_update import Handle, Update, zeromq
+from .engines.rpc import PauseMode
+from .engines.vllm import MissingEndpoint
+from .relay import RelayEngine, RelayModel
+from .transports.cuda_ipc import GPU_PREFIX, visible_gpus
+from .transports.shared_memory import SharedArena
 
 __all__ = ["Buckets", "IpcEngine", "align_tensor", "gpus_of", "make_buckets"]
+
 
 _BUCKET_BYTES = 512 << 20
 _Named = tuple[str, torch.Tensor, torch.dtype]

@@ -16,15 +16,12 @@ import msgpack
 import numpy as np
 import torch
 
-from ....engine.tensor_bytes import as_bytes, copy_elements
-from ....tensors.geometry import Box, find_overlap
-from ....tensors.metadata import BasicMeta
-from ....tensors.shards import torch_dtype
-from ...layouts.hub_names import scale_name
-from ..layout import Holding, Write
-from ..messages import Table
-from ..sources import PushSource
-from .blocks import (
+from ...engine.tensor_bytes import as_bytes, copy_elements
+from ...tensors.geometry import Box, find_overlap
+from ...tensors.metadata import BasicMeta
+from ...tensors.shards import torch_dtype
+from ..layouts.hub_names import scale_name
+from .block_quantization import (
     QUANTIZED,
     Blocks,
     Scratch,
@@ -37,6 +34,9 @@ from .blocks import (
     scales_of,
     whole_blocks,
 )
+from .layout import Holding, Write
+from .messages import Table
+from .sources import PushSource
 
 __all__ = [
     "MaximaExchange",

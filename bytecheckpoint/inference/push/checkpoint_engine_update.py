@@ -21,12 +21,13 @@ from typing import Any, Protocol
 
 import torch
 
-from ....errors import BytecheckpointError, DeadlineError, EngineError, StateError
-from ....runtime.threads import run_daemon
-from ....version import install_command
-from ..guard import ExitGuard
+from ...errors import BytecheckpointError, DeadlineError, EngineError, StateError
+from ...runtime.threads import run_daemon
+from ...version import install_command
+from .guard import ExitGuard
 
 __all__ = ["Handle", "Update", "UpdateClient", "zeromq"]
+
 
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 """A worker gets the memory of both buckets, as one tensor of bytes, by calling the function with the arguments."""

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ....engine.tensor_bytes import copy_elements
-from ....tensors.dtypes import DTYPES, DType
-from ....tensors.geometry import Box
-from ....tensors.metadata import BasicMeta
-from ....tensors.shards import basic_meta
-from ...layouts.recording import Copy
-from ..messages import check_faults
+from ...engine.tensor_bytes import copy_elements
+from ...tensors.dtypes import DTYPES, DType
+from ...tensors.geometry import Box
+from ...tensors.metadata import BasicMeta
+from ...tensors.shards import basic_meta
+from ..layouts.recording import Copy
+from .messages import check_faults
 
 __all__ = [
     "QUANTIZED",
@@ -41,6 +41,7 @@ __all__ = [
     "whole_blocks",
     "without",
 ]
+
 
 QUANTIZED = DTYPES["float8_e4m3fn"]
 SCALE = DTYPES["float32"]

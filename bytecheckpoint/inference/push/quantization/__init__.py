@@ -1,5 +1,0 @@
-"""Block quantization of pushed tensors."""
-
-from __future__ import annotations
-
-__all__: list[str] = []
