@@ -98,7 +98,7 @@ class Outcome:
                 direct_s = LATE_REPORT_S if is_late else DIRECT_REPORT_S
                 self._report_to(record, direct_s, is_late=is_late, to_root=True)
         # Without an answer, the ranks below at least raise the same failure as this one.
-        return router.settle(self.state, record)
+        return router.decide(self.state, record)
 
     def _report_to(self, record: FailureRecord, timeout_s: float, *, is_late: bool, to_root: bool = False) -> None:
         router, state = self.router, self.state

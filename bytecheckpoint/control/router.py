@@ -190,15 +190,15 @@ class Router:
     def report(self, state: OperationState, record: FailureRecord, *, to_root: bool = False) -> None:
         """Send a failure to rank 0, through the parent unless ``to_root``; on rank 0, decide."""
         if self.rank == 0:
-            self.settle(state, record)
+            self.decide(state, record)
             return
         peer = 0 if to_root else self._peer_above()
         self._network.send(peer, Message("report", state.prefix, body=record.pack()).pack())
 
-    def settle(self, state: OperationState, record: FailureRecord) -> FailureRecord:
+    def decide(self, state: OperationState, record: FailureRecord) -> FailureRecord:
         """Make this the operation's failure here and below unless there is one already; return the one that holds."""
         with self._lock:
-            return self._settle(state, record)
+            return self._decide(state, record)
 
     def is_lost(self, peer: int) -> bool:
         """Whether a peer's process has ended or its connection is lost."""
@@ -315,7 +315,7 @@ class Router:
             return
         record = FailureRecord.unpack(message.body)
         # Without a state, the sender has lost its leader, and every other rank has left since.
-        record = self._settle(state, record) if state else self._verdicts.get(message.operation, record)
+        record = self._decide(state, record) if state else self._verdicts.get(message.operation, record)
         if sender not in self.children:
             self._network.send(sender, Message("failure", message.operation, body=record.pack()).pack())
 
@@ -328,7 +328,7 @@ class Router:
             steps = [WaitStep(*step) for step in msgpack.unpackb(message.body)]
             state.notes[sender] = time.monotonic(), steps
         elif message.kind == "failure":
-            self._settle(state, FailureRecord.unpack(message.body))
+            self._decide(state, FailureRecord.unpack(message.body))
         elif message.kind == "left":
             state.remaining.discard(sender)
             self._forget_if_over(state)
@@ -347,7 +347,7 @@ class Router:
             self._forget(other)
         return state
 
-    def _settle(self, state: OperationState, record: FailureRecord) -> FailureRecord:
+    def _decide(self, state: OperationState, record: FailureRecord) -> FailureRecord:
         if state.failure is None:
             state.failure = record
             message = Message("failure", state.prefix, body=record.pack()).pack()
@@ -365,7 +365,7 @@ class Router:
             self._forget_if_over(state)
         if peer == 0 and not state.has_left:
             # The ranks below see this loss only if this rank passes it on.
-            self._settle(state, self.loss_record(state, 0, state.phase))
+            self._decide(state, self.loss_record(state, 0, state.phase))
 
     def _forget_if_over(self, state: OperationState) -> None:
         if not state.has_left or state.remaining or state.prefix not in self._states:

@@ -60,7 +60,7 @@ def read_shards(op: Operation, reads: ShardReads) -> ReadCounts:
     """Fill every shard. Raises as ``run_reads``, and ``StateError`` for an expanded tensor of unequal elements."""
     received = run_reads(op, reads.planned)
     for destination in reads.destinations:
-        destination.settle()
+        destination.finish()
     reader = reads.planned.reader
     nbytes = reads.planned.nbytes
     for parts in reads.derived:
@@ -104,7 +104,7 @@ class _Destination:
         is_buffered = self._expanded_dims or self._is_lazy
         self.memory = torch.empty(self._tensor.shape, dtype=self._tensor.dtype) if is_buffered else self._tensor
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Copy an expanded tensor's values out of the buffer, once all bytes are read and verified.
 
         Raises ``StateError`` if elements that share memory have different stored values.

@@ -105,7 +105,7 @@ class SavesInFlight:
     def is_any_running(self) -> bool:
         return any(not handle.done() for handle in tuple(self._saves))
 
-    def settle(self, op: Operation) -> bool:
+    def collect(self, op: Operation) -> bool:
         """Forget saves that ended on this rank, and return whether one of them failed.
 
         The next save warns of it, and ``CheckpointManager.close`` raises it, unless a later one is committed. If this
@@ -129,17 +129,17 @@ class SavesInFlight:
             return  # the store fails
 
     def wait_for_room(self, op: Operation) -> None:
-        """Wait until one more save may begin on all ranks. Raises like ``settle``."""
+        """Wait until one more save may begin on all ranks. Raises like ``collect``."""
         while self.is_full():
             failure_of(self._saves[0])
-            self.settle(op)
+            self.collect(op)
         op.barrier(_EARLIER_SAVES)
 
     def finish(self, op: Operation) -> bool:
-        """Wait for all saves on all ranks. Returns and raises like ``settle``."""
+        """Wait for all saves on all ranks. Returns and raises like ``collect``."""
         for handle in self._saves:
             failure_of(handle)
-        has_failed = self.settle(op)
+        has_failed = self.collect(op)
         op.barrier(_EARLIER_SAVES)
         return has_failed
 

@@ -425,7 +425,7 @@ class CheckpointManager:
             self._resources.tier_folder.wait()
 
     def _finish_saves(self) -> None:
-        with self._rounds.round() as op, self._settling():
+        with self._rounds.round() as op, self._forgetting_on_failure():
             if self._resources.in_flight.finish(op):
                 self._coordinator.save_failed()
             with op.phase("earlier saves"):
@@ -556,7 +556,7 @@ class CheckpointManager:
         is_due: bool,
         is_forced: bool,
     ) -> Decision:
-        with self._settling():
+        with self._forgetting_on_failure():
             with op.phase("check"):
                 check_arguments({"force": is_forced, "milestone": milestone})
                 call = SaveCall(step, is_due, is_forced, _as_floats(metrics), milestone or "")
@@ -564,7 +564,7 @@ class CheckpointManager:
                     self._resources.lease.raise_if_lost()
             in_flight = self._resources.in_flight
             is_busy = in_flight.is_full()
-            if in_flight.settle(op):
+            if in_flight.collect(op):
                 self._coordinator.save_failed()
             decision = self._coordinator.decide(op, call, is_busy=is_busy)
             if decision.save:
@@ -572,7 +572,7 @@ class CheckpointManager:
             return decision
 
     @contextmanager
-    def _settling(self) -> Iterator[None]:
+    def _forgetting_on_failure(self) -> Iterator[None]:
         """If the block fails, forget earlier saves and allow that the step is saved again."""
         try:
             yield

@@ -62,7 +62,7 @@ class SaveGate:
         # A forked child has its own copy of the state and no thread that would finish copying.
         if staging is not None and self._pid == os.getpid():
             staging.wait_changeable(self._deadline_s)
-            if staging.is_settled():
+            if staging.is_copied():
                 self._staging = None
 
     def remove(self) -> None:

@@ -98,7 +98,7 @@ class SaveHandle:
         if self.done():
             return True
         self._lifecycle.check_is_own()
-        return staging is not None and staging.is_settled()
+        return staging is not None and staging.is_copied()
 
     def wait_staged(self, timeout: float | None = None) -> bool:
         """Wait until ``staged`` returns True.
@@ -113,7 +113,7 @@ class SaveHandle:
         if staging is None or self.done():
             return self._lifecycle.wait_final(timeout)
         self._lifecycle.check_is_own()
-        return staging.wait_settled(timeout)
+        return staging.wait_copied(timeout)
 
     def progress(self) -> SaveProgress:
         """Return how far the save is on this rank. Does not wait.

@@ -160,7 +160,7 @@ class SaveRun:
                 with contextlib.suppress(BaseException):
                     self.lifecycle.wait_merged()
                 if self._copy is not None:
-                    self._copy.staging.wait_settled()
+                    self._copy.staging.wait_copied()
             raise
 
     # -- on the background thread --------------------------------------------------------------------------------

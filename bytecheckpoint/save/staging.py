@@ -123,7 +123,7 @@ class StateCopy:
         """Behind a gate, wait until everything is copied. Raises what the copy failed with."""
         if self._late_copy is not None:
             self._late_copy.result()
-            self.staging.wait_settled()
+            self.staging.wait_copied()
             self._count_staged()
 
     def fail(self, error: BaseException) -> None:

@@ -344,7 +344,7 @@ class _OneCall:
         for number in self._late:
             os.kill(self.ranks[number].process.pid, signal.SIGUSR1)
         for number in self._late:
-            text = _settled_text(self.ranks[number].stack_file)
+            text = _complete_text(self.ranks[number].stack_file)
             self._stacks[number] = _with_source(text) if text else "(no stack: the process does not react to signals)"
 
 
@@ -372,7 +372,7 @@ def _tail(file: Path) -> str:
     return text if len(text) <= _OUTPUT_TAIL else "[...]\n" + text[-_OUTPUT_TAIL:]
 
 
-def _settled_text(file: Path) -> str:
+def _complete_text(file: Path) -> str:
     """Return the text once it has stopped growing: a signal handler in the other process writes it."""
     text, deadline = "", time.monotonic() + time_limit(3.0)
     while time.monotonic() < deadline:

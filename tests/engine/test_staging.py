@@ -102,7 +102,7 @@ def test_every_byte_arrives(pages: int) -> None:
         staging.fill(pool, 2)
     for image, content in zip(images, expected):
         assert b"".join(bytes(staging.content(piece)) for piece in staging.pieces_of(image)) == content
-    assert staging.is_settled()
+    assert staging.is_copied()
     assert not any(image.shards for image in images), "the caller's tensors are still referenced"
 
 
@@ -182,7 +182,7 @@ def test_on_demand_staging_reuses_a_few_blocks() -> None:
             staging.release(piece)
         assert found == content
     assert arena.nbytes <= 2 * PAGE
-    assert staging.is_settled()
+    assert staging.is_copied()
 
 
 @pytest.mark.parametrize("on_demand", [None, 1])
@@ -214,7 +214,7 @@ def test_a_failure_ends_every_wait() -> None:
         staging.discard(StateError("over"))
         with pytest.raises(StateError, match="failed by test"):
             filler.result(time_limit(60))
-    assert staging.is_settled()
+    assert staging.is_copied()
     assert not arena.would_wait(100)
 
 
@@ -226,7 +226,7 @@ def test_a_copy_that_fails_in_any_thread_fails_the_filling() -> None:
     with ThreadPoolExecutor(2) as pool, pytest.raises(NotImplementedError):
         staging.fill(pool, 2)
     staging.discard(StateError("over"))
-    assert staging.is_settled()
+    assert staging.is_copied()
     assert not arena.would_wait(100)
 
 
@@ -240,5 +240,5 @@ def test_busy_helpers_are_not_waited_for(pages: int, pieces: int) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(proceed.wait, 60)
         staging.fill(pool, 1)
-        assert staging.is_settled()
+        assert staging.is_copied()
         proceed.set()

@@ -243,7 +243,7 @@ class Transfers(SharedFiles):
         with self._ending(how, at):
             for one in unfinished_uploads(str(self.folder / "tier")):
                 finish_upload(one)
-        self._settle_uploads(is_complete=not how)
+        self._end_uploads(is_complete=not how)
 
     @precondition(lambda self: self.uploads)
     @rule(step=STEPS, changes=CHANGES)
@@ -257,7 +257,7 @@ class Transfers(SharedFiles):
             manager.save(step, {"tree": dict(self.tensors)}, force=True, metrics={"n": self.number})
         self._committed(f"step-{step}")
         self.uploads.pop(f"step-{step}", None)
-        self._settle_uploads(is_complete=True)
+        self._end_uploads(is_complete=True)
 
     @precondition(lambda self: any(references for _, _, references in self.uploads.values()))
     @rule(step=STEPS, changes=CHANGES)
@@ -266,9 +266,9 @@ class Transfers(SharedFiles):
         self.manage([step], changes, 1)
         for one in unfinished_uploads(str(self.folder / "tier")):
             finish_upload(one)
-        self._settle_uploads(is_complete=True)
+        self._end_uploads(is_complete=True)
 
-    def _settle_uploads(self, *, is_complete: bool) -> None:
+    def _end_uploads(self, *, is_complete: bool) -> None:
         unfinished = {Path(one.path).name for one in unfinished_uploads(str(self.folder / "tier"))}
         assert not is_complete or not unfinished
         stored = {stat.key for stat in self.raw.list(f"{OBJECTS}/")}

@@ -11,7 +11,7 @@ import pytest
 from bytecheckpoint.errors import BytecheckpointError, DeadlineError, StateError
 from bytecheckpoint.inference.push.commit import EngineCommit
 from bytecheckpoint.inference.push.engines.base import Budget, Engine
-from bytecheckpoint.inference.push.leases import HeldLease, settle
+from bytecheckpoint.inference.push.leases import HeldLease, resolve
 from bytecheckpoint.inference.push.messages import decode, encode
 
 MESSAGE = {"transaction": "t", "version": 2}
@@ -112,8 +112,8 @@ def test_an_interrupt_waits_as_long_as_the_stage_may_last(caplog: pytest.LogCapt
     engine = Recorded()
     commit = _loaded(engine)
     commit.interrupt(Budget(LONG_S), is_complete=False, is_alone=True)
-    assert engine.calls == ["pause", "apply", "revert", "settle", "status", "resume"]
-    assert min(engine.waits[kind] for kind in ("revert", "settle", "status")) > LONG_S / 2
+    assert engine.calls == ["pause", "apply", "revert", "resolve", "status", "resume"]
+    assert min(engine.waits[kind] for kind in ("revert", "resolve", "status")) > LONG_S / 2
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
@@ -172,5 +172,5 @@ def test_a_push_that_begins_while_another_one_is_ended_keeps_its_pause() -> None
 
     engine = Overtaken()
     with pytest.raises(StateError, match="another push into the engine has begun"):
-        settle(engine, LONG_S, "t")
-    assert engine.calls == ["settle", "status"]
+        resolve(engine, LONG_S, "t")
+    assert engine.calls == ["resolve", "status"]

@@ -16,7 +16,7 @@ from bytecheckpoint import telemetry
 from bytecheckpoint.errors import EngineError, StateError
 from bytecheckpoint.inference.push import HttpEngine, Pusher, commit
 from bytecheckpoint.inference.push.engines.base import ask
-from bytecheckpoint.inference.push.leases import settle
+from bytecheckpoint.inference.push.leases import resolve
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -103,13 +103,13 @@ def test_a_late_worker_does_not_end_the_pause_of_the_next_push(engine: ToyEngine
     """Its thread ends the push before, when the next one has begun."""
     old = ask(HttpEngine(engine.url), "state", {}, time_limit(30))[0]["transaction"]
 
-    def settle_old() -> bool:
+    def resolve_old() -> bool:
         with pytest.raises(StateError, match=r"another push into .* has begun"):
-            settle(HttpEngine(engine.url), time_limit(30), old)
+            resolve(HttpEngine(engine.url), time_limit(30), old)
         return engine.paused
 
     for stage in STAGES:
-        with _once_at(stage, settle_old) as paused:
+        with _once_at(stage, resolve_old) as paused:
             _push(engine, 2)
         assert paused == [stage != STAGES[0]]
         _assert_serves(engine, 2)
@@ -118,7 +118,7 @@ def test_a_late_worker_does_not_end_the_pause_of_the_next_push(engine: ToyEngine
 def test_a_late_worker_ends_its_own_pause_before_the_next_push_begins_to_change_weights(engine: ToyEngine) -> None:
     old = ask(HttpEngine(engine.url), "state", {}, time_limit(30))[0]["transaction"]
     HttpEngine(engine.url).pause(time_limit(30))
-    with _once_at(("push.verify", "exit"), lambda: (settle(HttpEngine(engine.url), 30.0, old), engine.paused)) as seen:
+    with _once_at(("push.verify", "exit"), lambda: (resolve(HttpEngine(engine.url), 30.0, old), engine.paused)) as seen:
         _push(engine, 2)
     assert seen == [(1, False)]
     _assert_serves(engine, 2)

@@ -189,7 +189,7 @@ def test_cell(pool: RankPool, engines: list[ToyEngine], cell: Cell) -> None:
 def _check(engine: ToyEngine, cell: Cell, errors: Sequence[str | None]) -> None:
     may_stay = cell.mode in ("single", "streamed") or (cell.mode == "rollback" and cell.victim in PIDS)
     stays = [f"{engine.url} has version" in str(error) for error in errors]
-    until(lambda: not engine.paused or _is_inconsistent(engine) or any(stays), "settled")
+    until(lambda: not engine.paused or _is_inconsistent(engine) or any(stays), "resolved")
     if not engine.paused:
         assert _served(engine) is not None
         return

@@ -56,7 +56,7 @@ def _held() -> Iterator[threading.Event]:
         _copy_piece(*arguments)
 
     def wait_changeable(staging: staging_module.Staging, timeout_s: float | None) -> None:
-        if not staging.is_settled():
+        if not staging.is_copied():
             go_on.set()
         _wait_changeable(staging, timeout_s)
 

@@ -26,7 +26,7 @@ class BounceBuffer(Block):
         self.transfers: list[Callable[[], object]] = []
         self.fault_in(nbytes)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all copies out of the buffer."""
         for wait in self.transfers:
             wait()
@@ -66,7 +66,7 @@ class BouncePool:
             yield buffer
         finally:
             try:
-                buffer.settle()
+                buffer.synchronize()
             finally:
                 self._release(buffer)
 

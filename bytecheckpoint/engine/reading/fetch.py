@@ -100,10 +100,10 @@ class _Memory:
             self._buffer = self._stack.enter_context(self._pool.lend(self._start + self._scratch_bytes))
         return self._buffer
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all copies out of the buffer."""
         if self._buffer is not None:
-            self._buffer.settle()
+            self._buffer.synchronize()
 
     def scratch(self) -> memoryview:
         """Return the memory after that of an extent."""
@@ -137,7 +137,7 @@ class _FileReads:
         step = end - begin if end - begin <= self._memory.nbytes else plan.size
         for low in range(begin, end, step):
             high = min(low + step, end)
-            self._memory.settle()
+            self._memory.synchronize()
             try:
                 if self._page:
                     self._read_direct(blocks, low, high)

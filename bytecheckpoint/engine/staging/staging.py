@@ -88,7 +88,7 @@ class Staging:
         """Copy all pieces that no thread has claimed, with up to ``helpers`` idle threads of ``executor``.
 
         Returns when every piece is copied, or when ``cancel`` was called. Raises what any thread failed with. Copies
-        from CUDA devices are only queued then; ``is_settled`` reports when they are complete.
+        from CUDA devices are only queued then; ``is_copied`` reports when they are complete.
         """
         tasks = []
         if executor is not None and self._device is None and not self._has_small_tensors():
@@ -147,7 +147,7 @@ class Staging:
         if self._device is not None:
             self.verify_unchanged()
             self.make_caller_wait()
-        elif not self.wait_settled(timeout_s):
+        elif not self.wait_copied(timeout_s):
             self.fail(DeadlineError(f"an optimizer step has waited {timeout_s} s for the state to be copied"))
 
     def verify_unchanged(self) -> None:
@@ -163,16 +163,16 @@ class Staging:
                     self._failure = self._failure or error
                     self._changed.notify_all()
 
-    def is_settled(self) -> bool:
+    def is_copied(self) -> bool:
         """Return whether no tensor is read any more: all are copied, on devices too, or copying has failed."""
         with self._changed:
-            settled = self._has_no_copies() and all(map(torch.cuda.Event.query, self._all_events()))
-        if settled:
+            is_copied = self._has_no_copies() and all(map(torch.cuda.Event.query, self._all_events()))
+        if is_copied:
             self.verify_unchanged()
-        return settled
+        return is_copied
 
-    def wait_settled(self, timeout_s: float | None = None) -> bool:
-        """Wait until ``is_settled``; return False if that took longer than ``timeout_s``."""
+    def wait_copied(self, timeout_s: float | None = None) -> bool:
+        """Wait until ``is_copied``; return False if that took longer than ``timeout_s``."""
         with self._changed:
             if not self._changed.wait_for(self._has_no_copies, timeout_s):
                 return False
@@ -316,7 +316,7 @@ class Staging:
     def discard(self, error: BaseException) -> None:
         """Stop copying, wait for running copies, and release all memory. No piece may be in use by a writer."""
         self.fail(error)
-        self.wait_settled()
+        self.wait_copied()
         with self._changed:
             blocks = list(self._blocks.values())
             self._blocks.clear()

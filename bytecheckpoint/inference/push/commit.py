@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import BytecheckpointError, EngineError
 from ...telemetry.trace import notify
 from .engines.base import Budget, Engine, ask, ask_all, failure_of
-from .leases import HeldLease, Inconsistent, check_consistent, check_own, push_command, resume_command, settle
+from .leases import HeldLease, Inconsistent, check_consistent, check_own, push_command, resolve, resume_command
 from .messages import first_cause
 
 __all__ = ["EngineCommit"]
@@ -131,7 +131,7 @@ class EngineCommit:
             if not is_complete and not self._revert(budget)[1] and not is_alone:
                 _log.error("push: interrupted; %s", self._cannot_revert())
             else:
-                settle(self.engine, budget.left, self.message["transaction"])
+                resolve(self.engine, budget.left, self.message["transaction"])
             self._end_lease()
         except BytecheckpointError as error:
             text = f"{self.engine.name} is left paused: {error}; {resume_command(self.engine)}"
@@ -140,7 +140,7 @@ class EngineCommit:
             self.abandon()  # unless it has ended
 
     def abandon(self) -> None:
-        """Leave the engine to the holder of the lease, which settles the push as soon as the workers answer."""
+        """Leave the engine to the holder of the lease, which resolves the push as soon as the workers answer."""
         if self._lease is not None:
             self._lease.lose()
             self._lease = None

@@ -15,7 +15,7 @@ from ...runtime.threads import Threads
 from .commit import EngineCommit
 from .engines.base import Budget, Engine, ask, check_awake
 from .layout import Holding
-from .leases import push_command, settle
+from .leases import push_command, resolve
 from .memory import DOUBLE, MODES, STREAMED, Mode
 from .messages import Table, first_cause
 from .plan import Assignments, BoundPlan, Worker, merge_descriptions, plan_push
@@ -316,12 +316,12 @@ class PushCoordinator:
 
     def resume(self, budget: Budget) -> list[int | str | None]:
         """End a push whose sender is gone, and resume all engines. Returns what they serve."""
-        return self._on_engines(lambda engine: self._settle(engine, budget))
+        return self._on_engines(lambda engine: self._resolve(engine, budget))
 
     @staticmethod
-    def _settle(engine: Engine, budget: Budget) -> int | str | None:
+    def _resolve(engine: Engine, budget: Budget) -> int | str | None:
         try:
-            return settle(engine, budget.left)
+            return resolve(engine, budget.left)
         except EngineError as error:
             raise EngineError(f"{error}\n  {push_command(engine)}") from error
 

@@ -2,7 +2,7 @@
 
 Before a sender pauses an engine, the engine's first worker gets a lease: the engine's address, and a connection from
 the sender. If the connection ends before the lease does, or the lease expires, the sender is gone, and a thread of that
-worker settles the push over the engine's own RPC, as any sender could (``settle``).
+worker resolves the push over the engine's own RPC, as any sender could (``resolve``).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = [
     "check_consistent",
     "check_own",
     "push_command",
+    "resolve",
     "resume_command",
-    "settle",
 ]
 
 _CONNECT_S = 1.0  # a firewall that drops packets must not delay each push for longer
-_SETTLE_S = 600.0  # requests of the lost push come first, in which the engine may load weights
+_RESOLVE_S = 600.0  # requests of the lost push come first, in which the engine may load weights
 _RETRY_S = 1.0
 _PROBE_S = 2.0
 # The kernel asks every five seconds whether the sender's host still runs, and gives up after the third question.
@@ -66,7 +66,7 @@ def push_command(engine: Engine) -> str:
     return f"push again, or restart it{command}"
 
 
-def settle(engine: Engine, wait_s: float, transaction: str | None = None) -> int | str | None:
+def resolve(engine: Engine, wait_s: float, transaction: str | None = None) -> int | str | None:
     """End a push whose sender is gone: check that the engine serves one complete version, and resume it.
 
     Workers that serve different versions, because the sender was lost while one of them rolled back, return to the
@@ -92,10 +92,10 @@ def settle(engine: Engine, wait_s: float, transaction: str | None = None) -> int
         answers = ask(engine, "status", {}, budget.left)
         transaction = next((answer["transaction"] for answer in answers if answer["has_begun"]), "")
         _check_free(engine, answers, transaction)
-    answers = _settle(engine, transaction, budget)
+    answers = _resolve(engine, transaction, budget)
     if len({answer["applied_by"] for answer in answers}) > 1:
         ask_all(engine, "revert", {"transaction": transaction}, budget.left)
-        answers = _settle(engine, transaction, budget)
+        answers = _resolve(engine, transaction, budget)
     version = check_consistent(engine, answers)
     check_awake(engine, answers)
     # Rolling back takes time, in which another push may have paused the engine.
@@ -104,8 +104,8 @@ def settle(engine: Engine, wait_s: float, transaction: str | None = None) -> int
     return version
 
 
-def _settle(engine: Engine, transaction: str, budget: Budget) -> list[dict[str, Any]]:
-    answers = ask(engine, "settle", {"transaction": transaction}, budget.left)
+def _resolve(engine: Engine, transaction: str, budget: Budget) -> list[dict[str, Any]]:
+    answers = ask(engine, "resolve", {"transaction": transaction}, budget.left)
     _check_free(engine, answers, transaction)
     return answers
 
@@ -174,13 +174,13 @@ class PauseLease(Acceptor):
             if self._is_over:
                 return
             self._is_over = True
-        # Not in this thread: settling ends this lease, which waits for this thread.
-        run_daemon(lambda: self._settle(why), "bcp-push-settle")
+        # Not in this thread: resolving ends this lease, which waits for this thread.
+        run_daemon(lambda: self._resolve(why), "bcp-push-resolve")
 
-    def _settle(self, why: str) -> None:
-        engine, budget = engine_at(self._address), Budget(_SETTLE_S)
+    def _resolve(self, why: str) -> None:
+        engine, budget = engine_at(self._address), Budget(_RESOLVE_S)
         try:
-            version = self._settle_until(engine, budget)
+            version = self._resolve_until(engine, budget)
             _log.warning("push: the sender %s; %s resumed with version %r", why, engine.name, version)
         except StateError as error:
             _log.warning("push: the sender %s: %s", why, error)
@@ -189,11 +189,11 @@ class PauseLease(Acceptor):
         finally:
             engine.close()
 
-    def _settle_until(self, engine: Engine, budget: Budget) -> int | str | None:
-        """Settle, and try again after errors that may pass, such as those of a proxy."""
+    def _resolve_until(self, engine: Engine, budget: Budget) -> int | str | None:
+        """Resolve, and try again after errors that may pass, such as those of a proxy."""
         while True:
             try:
-                return settle(engine, budget.left, self.transaction)
+                return resolve(engine, budget.left, self.transaction)
             except (Inconsistent, StateError):
                 raise
             except BytecheckpointError as error:
@@ -243,7 +243,7 @@ class HeldLease:
         self.lose()
 
     def lose(self) -> None:
-        """Disconnect, so that the engine's worker settles the push as soon as it can."""
+        """Disconnect, so that the engine's worker resolves the push as soon as it can."""
         if self._connecting is not None:
             close_when_connected(self._connecting)
             self._connecting = None

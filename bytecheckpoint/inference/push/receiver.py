@@ -346,7 +346,7 @@ class Receiver:
         has_sender = self._lease is not None and self._lease.is_connected
         return {"has_begun": self._push.has_begun, "has_sender": has_sender}
 
-    def _settle(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _resolve(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """End the transaction of a sender that is gone: nothing of it is applied any more. One that has not begun to
         change weights goes on, because its sender may be alive."""
         transaction = message["transaction"]
@@ -432,7 +432,7 @@ class Receiver:
         "lease": _take_lease,
         "end_lease": _release_lease,
         "status": _status,
-        "settle": _settle,
+        "resolve": _resolve,
         "revert": _revert,
         "rollback": _return_to_before,
         "state": _state,
