@@ -25,7 +25,7 @@ _MAX_WIDTH = 16  # bytes of the widest element
 class Codec(ABC):
     """Encode chunks of tensors as frames, and decode them.
 
-    Each chunk is encoded by itself, so that a part of a tensor can be read. A codec is stateless: one instance serves
+    Each chunk is encoded separately, so that a part of a tensor can be read. A codec is stateless: one instance serves
     every call and every thread. A later version of a codec must read what an earlier version has written.
     """
 
@@ -93,7 +93,7 @@ class ZstdCodec(Codec):
 
 
 class ZstdPlanesCodec(Codec):
-    """Store the bytes of floating-point numbers by significance, as planes, each of which compresses by itself.
+    """Store the bytes of floating-point numbers by significance, as planes, each of which compresses separately.
 
     Signs and exponents compress well, mantissas hardly: a plane of which a sample gains less than 3 % is stored as it
     is. A frame is one byte ``w``, ``w`` lengths (32 bits, little-endian), and ``w`` planes back to back. Plane ``i``

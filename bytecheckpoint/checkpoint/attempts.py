@@ -106,7 +106,7 @@ def attempt_time(attempt: str) -> float | None:
 
 
 def has_expired(attempt: str) -> bool:
-    """Return whether an attempt began more than 24 hours ago: no save that is at work is expected to be so old."""
+    """Return whether an attempt began more than 24 hours ago: no save in progress is expected to be so old."""
     begun = attempt_time(attempt)
     return begun is not None and time.time() - begun > _LONGEST_SAVE_S
 

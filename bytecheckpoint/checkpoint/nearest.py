@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 JOURNAL_PREFIX = TEMPORARY_PREFIX + "transfer-"
-"""The prefix of the names of journals; that of an upload goes on with ``to-``."""
+"""The prefix of the names of journals; that of an upload continues with ``to-``."""
 
 _LEAST_S = 0.5
 

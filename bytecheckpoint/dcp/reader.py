@@ -103,7 +103,7 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open the checkpoint and describe its items.
 
-        DCP calls it once more, with ``rank``, if it has raised, and replaces the second error by an ``AssertionError``.
+        DCP calls it again, with ``rank``, if it has raised, and replaces the second error by an ``AssertionError``.
         So the second call returns no items, and ``set_up_storage_reader`` raises the first error.
 
         Args:

@@ -73,7 +73,7 @@ def dtensor_boxes(fqn: str, dtensor: DTensor) -> Sequence[LocalBox]:
         return ()
     try:
         expected, boxes = _held(sharding)
-    except (UnsupportedTensorError, TypeError):  # once more, for the tensor's name; or for what cannot be remembered
+    except (UnsupportedTensorError, TypeError):  # again, for the tensor's name; or for what cannot be remembered
         expected, boxes = sharding.held(fqn)
     actual = dtensor._local_tensor.shape
     # Empty parts are spelled differently by different torch code ([0], [0, n], [m, 0]); they hold the same nothing.

@@ -70,7 +70,7 @@ def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options:
         stored, target = one.stored, one.target
         names: set[str] = {*target.metas, *target.aliases}
         paths: set[Path] = set(target.requested_values)
-        # Markers of structure, whose content is compared by itself.
+        # Markers of structure, whose content is compared separately.
         paths.update(path for path, value in stored.contents.values.items() if type(value) is Container)
         if options.strictness(stored.name) != "exact":
             names.update(name for name in target.ignorable if isinstance(name, str))

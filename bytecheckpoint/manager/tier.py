@@ -96,7 +96,7 @@ class TierFolder(Cleaner):
         """Wait until the uploads of earlier jobs have ended, or ``timeout_s`` have passed."""
         _, unfinished = wait([self._begun], timeout_s)
         if unfinished:
-            _log.warning("%s: uploads of earlier jobs go on; they are not waited for any longer", self._folder.url)
+            _log.warning("%s: uploads of earlier jobs continue; they are not waited for any longer", self._folder.url)
 
     def follow(self, save: SaveHandle, name: str) -> None:
         """Once this save is uploaded, forget it and remove earlier checkpoints from the folder."""
@@ -157,7 +157,7 @@ class TierFolder(Cleaner):
             self._continue()
             self._remove_unfinished()
             self._remove_old()
-        except Exception as error:  # noqa: BLE001 - training goes on without it
+        except Exception as error:  # noqa: BLE001 - training continues without it
             _log.warning("%s: the tier could not be tidied: %s", self._folder.url, error, exc_info=True)
 
     def _adopt(self, folder: LocalBackend, data: bytes) -> None:
@@ -172,7 +172,7 @@ class TierFolder(Cleaner):
             adopt(folder, data)
 
     def _continue(self, *, gives_up: bool = False) -> None:
-        """Continue every upload that no process is at work on."""
+        """Continue every upload that no process is working on."""
         stop = self.stop
         for path, head in list(find_journals(self._folder.url)):
             if stop.is_set:

@@ -31,7 +31,7 @@ class Rules:
         rules: The rules.
         files: The files that the ranks wrote, for a folder of another system: patterns of paths below the folder, in
             which ``{axis}`` is a coordinate of the rank, such as ``"rank{tp}-{dp}.pt"``. Empty if the rules describe
-            the tensors of a checkpoint that the library can read by itself.
+            the tensors of a checkpoint that the library can read without rules.
 
     Attributes:
         files: As in the arguments.

@@ -126,7 +126,7 @@ class SaveHandle:
         return SaveProgress(self._lifecycle.state.name.lower(), nbytes, max(self._bytes_total, nbytes))
 
     def done(self) -> bool:
-        """Return whether the save has ended, successfully or not; with a tier, the upload may go on."""
+        """Return whether the save has ended, successfully or not; with a tier, the upload may continue."""
         return self._lifecycle.state.is_final
 
     def result(self, timeout: float | None = None) -> SaveResult:

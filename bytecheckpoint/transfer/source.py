@@ -89,7 +89,7 @@ class SourceFile:
 
     A checksum covers a *span*: the head of the file, or one chunk of a tensor, or the frame of one in an encoded file.
     A range, which is one part of the file, may begin or end inside a span; the rest of that span is then read as well,
-    and only hashed. A span of many parts is read once more instead, before the first of them: what is compared for each
+    and only hashed. A span of many parts is read again instead, before the first of them: what is compared for each
     part is then its checksum in that pass.
     """
 
@@ -235,7 +235,7 @@ class SourceFile:
                 view, begin = view[count:], begin + count
 
     def _unreadable_frame(self, source: int, at: int, error: OSError) -> CheckpointError | StorageError:
-        """Return the error for frames from byte ``at`` of another file, of which the first that is not there is at
+        """Return the error for frames from byte ``at`` of another file; the first one that is missing is at
         fault."""
         assert self._frames is not None
         if not isinstance(error, StorageError):

@@ -1,8 +1,8 @@
 """Compare stored bytes, as they arrive, with checksums: the manifest's, and CRC-32s of archives of ``torch.save``.
 
 A CRC-32 covers a whole range of a file. A read fetches only what is requested, in any order and from several threads.
-So each piece is hashed by itself. When the pieces of a range are complete, their CRC-32s are combined; a range that was
-only read in part stays unchecked.
+So each piece is hashed separately. When the pieces of a range are complete, their CRC-32s are combined; a range that
+was only read in part stays unchecked.
 """
 
 from __future__ import annotations

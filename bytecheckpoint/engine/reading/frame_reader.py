@@ -158,7 +158,7 @@ class FrameReader(ObjectReader):
             raise self._source.frame_fault(self._file, frame, f"undecodable frame ({error})")[1] from error
 
     def _read_error(self, first: int, past: int, error: StorageError) -> CorruptionError | StorageError:
-        """The error for frames that cannot be read, of which the first that is not there is at fault."""
+        """The error for frames that cannot be read; the first one that is missing is at fault."""
         source = int(self._frames.source[first])
         ends = self._frames.position[first:past] + self._frames.length[first:past]
         size = self._source.present_size(self._file, error, source=source)

@@ -49,13 +49,13 @@ def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, h
 
 
 def source_after(backend: StorageBackend, error: CorruptionError | StorageError) -> StorageBackend | None:
-    """Return the store to read from once more after ``error``; None if it must be raised.
+    """Return the store to read from again after ``error``; None if it must be raised.
 
     That is the other copy, if there is one. Bytes from a remote store may have changed on their way.
     """
     other = backend.fall_back(error)
     if other is None and backend.is_remote and isinstance(error, CorruptionError):
-        _log.warning("reading once more: %s", error)
+        _log.warning("reading again: %s", error)
         return backend
     return other
 

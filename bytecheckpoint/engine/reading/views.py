@@ -51,7 +51,7 @@ class StoredViews:
         return found
 
     def alone(self) -> list[StoredViews]:
-        """Return these views and the others, each to be read by itself. A row of -1 has no shard."""
+        """Return these views and the others, each to be read separately. A row of -1 has no shard."""
         return [replace(self, others=()), *self.others]
 
     def stored_parts(self, shards: BoxTable, parts: Iterable[ReadPart]) -> Iterator[ReadPart]:

@@ -21,7 +21,7 @@ from .torch_archive import ArchiveParts, TorchArchive, interpret_parts, read_par
 
 __all__ = ["EmbeddedArchives", "read_embedded"]
 
-_MAX_WIDTH = 1 << 20  # an archive with a longer pickle is parsed by itself
+_MAX_WIDTH = 1 << 20  # an archive with a longer pickle is parsed separately
 _BATCH = 32 << 20  # bytes that are compared at once
 _MAX_PATTERNS = 32  # archives of one length are compared with at most so many others
 _GAP = 4096  # bytes between two parts that are read rather than skipped

@@ -191,7 +191,7 @@ class Join(Push):
             found = [failure_of(self.holder, number, answer) for number, answer in enumerate(answers)]
             errors = [error for error in found if error is not None]
             if errors:
-                # Where only consequences are known, ask once more: the cause may be newer than its worker's answer.
+                # Where only consequences are known, ask again: the cause may be newer than its worker's answer.
                 if is_second_look or not all(isinstance(error, SenderLost) for error in errors):
                     raise first_cause(errors)
                 is_second_look = True

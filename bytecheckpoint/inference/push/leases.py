@@ -70,7 +70,7 @@ def resolve(engine: Engine, wait_s: float, transaction: str | None = None) -> in
     """End a push whose sender is gone: check that the engine serves one complete version, and resume it.
 
     Workers that serve different versions, because the sender was lost while one of them rolled back, return to the
-    version before. A push that has not begun to change the engine goes on.
+    version before. A push that has not begun to change the engine continues.
 
     Args:
         engine: The engine.

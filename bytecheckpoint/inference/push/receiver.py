@@ -348,7 +348,7 @@ class Receiver:
 
     def _resolve(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """End the transaction of a sender that is gone: nothing of it is applied any more. One that has not begun to
-        change weights goes on, because its sender may be alive."""
+        change weights continues, because its sender may be alive."""
         transaction = message["transaction"]
         if self._lease is not None and self._lease.transaction == transaction:
             self._end_lease()

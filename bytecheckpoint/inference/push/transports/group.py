@@ -349,7 +349,7 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def _run_in_thread(function: Callable[[], None], wait_s: float | None = None) -> BaseException | None:
-    """Return what ``function`` raised, or a ``RuntimeError`` after ``wait_s``; the thread then goes on unobserved."""
+    """Return what ``function`` raised, or a ``RuntimeError`` after ``wait_s``; the thread then continues unobserved."""
     called = run_daemon(function, "bcp-push-nccl")
     if not wait([called], wait_s).done:
         return RuntimeError(

@@ -61,7 +61,7 @@ class RingBuffer(ChunkStore):
     ) -> None:
         self._waves, self._deadline_s, self._digest = waves, deadline_s, digest
         self._uses_left = _expected_uses(waves, copies)
-        # The number of reads of a vector is unknown: vLLM copies biases once more while it counts elements.
+        # The number of reads of a vector is unknown: vLLM copies biases again while it counts elements.
         self._is_vector = [len(waves.layout.parts[part].shape) <= 1 for part, _ in waves.layout.chunks]
         count = len(waves.layout.chunks)
         self._state = bytearray(count)
