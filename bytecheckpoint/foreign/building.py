@@ -48,10 +48,10 @@ class StoredBox(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StoredLeaf:
-    """A tensor in a tree: dtype and shape, and the pieces that tile it."""
+    """A tensor in a tree: dtype and shape, and the boxes that tile it."""
 
     meta: BasicMeta
-    pieces: Sequence[StoredBox]
+    boxes: Sequence[StoredBox]
 
     @classmethod
     def whole(cls, meta: BasicMeta, file: int, offset: int, strides: Sequence[int] | None = None) -> StoredLeaf:
@@ -72,7 +72,7 @@ class IndexBuilder:
     system: str
     _files: dict[str, tuple[int, int]] = field(default_factory=dict)
     _tensors: dict[tuple[str, str], BasicMeta] = field(default_factory=dict)
-    _pieces: dict[tuple[str, str], list[StoredBox]] = field(default_factory=dict)
+    _boxes: dict[tuple[str, str], list[StoredBox]] = field(default_factory=dict)
     _values: list[StoredValue] = field(default_factory=list)
     _aliases: list[tuple[str, str]] = field(default_factory=list)
     _crcs: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -87,11 +87,11 @@ class IndexBuilder:
         known = self._files.get(key)
         return self.add_file(key, self.backend.stat(key).size) if known is None else known[0]
 
-    def read(self, piece: StoredBox, dtype: DType, count: int) -> bytes:
-        """Read the first ``count`` elements of a piece, in order to find out what it is. Raises ``StorageError``."""
+    def read(self, stored_box: StoredBox, dtype: DType, count: int) -> bytes:
+        """Read the first ``count`` elements of a box, in order to find out what it is. Raises ``StorageError``."""
         data = bytearray(count * dtype.itemsize)
         if data:
-            self.backend.read_into(list(self._files)[piece.file], piece.offset, data)
+            self.backend.read_into(list(self._files)[stored_box.file], stored_box.offset, data)
         return bytes(data)
 
     def add_section(self, section: str, kind: str) -> None:
@@ -99,12 +99,12 @@ class IndexBuilder:
         self._kinds[section] = kind
 
     def add_tensor(self, section: str, fqn: str, leaf: StoredLeaf) -> None:
-        """Add a tensor, or more pieces of one. Raises ``NameCollisionError`` if it has other metadata there."""
+        """Add a tensor, or more boxes of one. Raises ``NameCollisionError`` if it has other metadata there."""
         self._kinds.setdefault(section, "module")
         known = self._tensors.setdefault((section, fqn), leaf.meta)
         if known != leaf.meta:
             raise NameCollisionError(f"{self.backend.url}: {section}.{fqn} is both {known} and {leaf.meta}")
-        self._pieces.setdefault((section, fqn), []).extend(leaf.pieces)
+        self._boxes.setdefault((section, fqn), []).extend(leaf.boxes)
 
     def add_value(self, section: str, path: Path, value: object, rank: int | None = None) -> None:
         """Add a plain value of all ranks, or of one. Raises ``UnserializableError``."""
@@ -143,7 +143,7 @@ class IndexBuilder:
     ) -> Index:
         """Return the validated index. ``name`` is the file's key, if the path is a single file.
 
-        Raises ``FormatError`` if a tensor's pieces do not tile it or lie outside their files, and
+        Raises ``FormatError`` if a tensor's boxes do not tile it or lie outside their files, and
         ``UnsupportedTensorError`` for a tensor whose elements are too scattered.
         """
         try:
@@ -193,16 +193,18 @@ class IndexBuilder:
         )
 
     def _runs(self, name: tuple[str, str]) -> Iterator[StoredBox]:
-        """The pieces of a tensor, each contiguous in its file."""
+        """The boxes of a tensor, each contiguous in its file."""
         itemsize = self._tensors[name].dtype.itemsize
-        for piece in self._pieces[name]:
-            if piece.strides is None:
-                yield piece
+        for stored_box in self._boxes[name]:
+            if stored_box.strides is None:
+                yield stored_box
                 continue
             try:
-                for box, start in contiguous_boxes(piece.box.lengths, piece.strides):
-                    moved = Box(tuple(a + b for a, b in zip(piece.box.offsets, box.offsets, strict=True)), box.lengths)
-                    yield StoredBox(moved, piece.file, piece.offset + start * itemsize)
+                for box, start in contiguous_boxes(stored_box.box.lengths, stored_box.strides):
+                    moved = Box(
+                        tuple(a + b for a, b in zip(stored_box.box.offsets, box.offsets, strict=True)), box.lengths
+                    )
+                    yield StoredBox(moved, stored_box.file, stored_box.offset + start * itemsize)
             except UnsupportedTensorError as error:
                 raise UnsupportedTensorError(f"{'.'.join(name)}: {error}") from error
 

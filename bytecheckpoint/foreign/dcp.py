@@ -126,7 +126,7 @@ class DcpFolder:
                 f"{self._backend.url}/{item.file}: at byte {item.offset} is {found}, but {METADATA_KEY} describes "
                 f"{name!r:.200} {box} of {meta} there"
             )
-        return values.leaf(value).pieces[0]._replace(box=box)
+        return values.leaf(value).boxes[0]._replace(box=box)
 
     # -------------------------------------------------------------------------------------------------------- metadata
 

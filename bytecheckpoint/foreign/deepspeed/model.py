@@ -137,8 +137,8 @@ class ModelWriter:
                 if type(part) is not TensorRef or not part.is_contiguous or part.numel < length:
                     raise FormatError(f"{self._files.where(name)}: it has no part of the frozen parameter {fqn!r:.200}")
                 metas.setdefault(fqn, BasicMeta(part.dtype, shape))
-                ((_, file, offset, _),) = self._values.leaf(part).pieces
+                ((_, file, offset, _),) = self._values.leaf(part).boxes
                 for box in decompose(begin, length, shape):
                     parts[fqn].append(StoredBox(box, file, offset))
                     offset += box.numel * part.dtype.itemsize
-        return {fqn: StoredLeaf(metas[fqn], pieces) for fqn, pieces in parts.items()}
+        return {fqn: StoredLeaf(metas[fqn], boxes) for fqn, boxes in parts.items()}

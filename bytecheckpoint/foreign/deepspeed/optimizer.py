@@ -86,7 +86,7 @@ class FlatGroupWriter:
         sizes = [prod(one.shape) for one in held]
         if tensor.numel != sum(sizes) or not tensor.is_contiguous:
             raise FormatError(f"{group.flats[rank].where}: the {_MUON_KEY} does not fit the partition's parameters")
-        ((_, file, offset, _),) = self._values.leaf(tensor).pieces
+        ((_, file, offset, _),) = self._values.leaf(tensor).boxes
         start = sum(sizes[: held.index(member)]) if member in held else 0
         return StoredLeaf.whole(BasicMeta(tensor.dtype, member.shape), file, offset + start * tensor.dtype.itemsize)
 
@@ -108,17 +108,17 @@ class FlatGroupWriter:
         """Where a parameter's elements are in flat tensors, which are those of the ranks of its spans."""
         any_rank = member.spans[0].rank if member.spans else next(iter(tensors))
         dtype = tensors[any_rank].dtype
-        pieces: list[StoredBox] = []
+        boxes: list[StoredBox] = []
         for span in member.spans:
             tensor = tensors[span.rank]
             if tensor.dtype != dtype or not tensor.is_contiguous or span.start + span.length > tensor.numel:
                 raise FormatError(f"{group.flats[span.rank].where}: a tensor of {member.fqn!r:.200} does not fit")
-            ((_, file, offset, _),) = self._values.leaf(tensor).pieces
+            ((_, file, offset, _),) = self._values.leaf(tensor).boxes
             start = span.start
             for box in decompose(span.first, span.length, member.shape):
-                pieces.append(StoredBox(box, file, offset + start * dtype.itemsize))
+                boxes.append(StoredBox(box, file, offset + start * dtype.itemsize))
                 start += box.numel
-        return StoredLeaf(BasicMeta(dtype, member.shape), pieces)
+        return StoredLeaf(BasicMeta(dtype, member.shape), boxes)
 
 
 def add_scaler(builder: IndexBuilder, found: Any) -> None:

@@ -69,13 +69,13 @@ def has_remainders(builder: IndexBuilder, model: Mapping[str, StoredLeaf], maste
 
 
 def _are_remainders(builder: IndexBuilder, weight: StoredLeaf, master: StoredLeaf) -> bool:
-    places = {piece.box: piece for piece in weight.pieces if piece.strides is None}
-    for piece in master.pieces:
-        if piece.box not in places or piece.strides is not None or master.meta.dtype.name != "float32":
+    places = {stored_box.box: stored_box for stored_box in weight.boxes if stored_box.strides is None}
+    for stored_box in master.boxes:
+        if stored_box.box not in places or stored_box.strides is not None or master.meta.dtype.name != "float32":
             continue
-        count = min(piece.box.numel, _SAMPLE)
-        stored = np.frombuffer(builder.read(piece, master.meta.dtype, count), np.float32)
-        low = np.frombuffer(builder.read(places[piece.box], weight.meta.dtype, count), np.uint16)
+        count = min(stored_box.box.numel, _SAMPLE)
+        stored = np.frombuffer(builder.read(stored_box, master.meta.dtype, count), np.float32)
+        low = np.frombuffer(builder.read(places[stored_box.box], weight.meta.dtype, count), np.uint16)
         computed = (low.astype(np.uint32) << 16).view(np.float32)
         is_integer = bool((stored == np.trunc(stored)).all())
         return is_integer and not np.allclose(stored, computed, rtol=1e-2)

@@ -187,15 +187,17 @@ def _unstacked(key: str, leaf: StoredLeaf, axes: int, where: str) -> dict[tuple[
     if len(shape) < axes:
         raise FormatError(f"{where}: {key!r:.200} of shape {list(shape)} is no stack of layers or experts")
     found: dict[tuple[int, ...], list[StoredBox]] = {}
-    if max(prod(shape[:axes]), sum(prod(piece.box.lengths[:axes]) for piece in leaf.pieces)) > _MAX_ROWS:
+    if max(prod(shape[:axes]), sum(prod(stored_box.box.lengths[:axes]) for stored_box in leaf.boxes)) > _MAX_ROWS:
         raise FormatError(f"{where}: {key!r:.200} is a stack of {list(shape[:axes])} layers or experts")
-    for piece in leaf.pieces:
-        offsets, lengths = piece.box.offsets, piece.box.lengths
-        strides = row_major_strides(lengths) if piece.strides is None else piece.strides
-        inner = None if piece.strides is None else strides[axes:]
+    for stored_box in leaf.boxes:
+        offsets, lengths = stored_box.box.offsets, stored_box.box.lengths
+        strides = row_major_strides(lengths) if stored_box.strides is None else stored_box.strides
+        inner = None if stored_box.strides is None else strides[axes:]
         for at in product(*map(range, lengths[:axes])):
             start = sum(position * stride for position, stride in zip(at, strides, strict=True))
-            row = StoredBox(Box(offsets[axes:], lengths[axes:]), piece.file, piece.offset + start * itemsize, inner)
+            row = StoredBox(
+                Box(offsets[axes:], lengths[axes:]), stored_box.file, stored_box.offset + start * itemsize, inner
+            )
             found.setdefault(tuple(map(sum, zip(offsets, at, strict=True))), []).append(row)
     missing = [index for index in product(*map(range, shape[:axes])) if index not in found]
     if missing:
@@ -213,9 +215,9 @@ def _joined(tensors: Mapping[str, StoredLeaf]) -> dict[str, StoredLeaf]:
         elif stem not in found:
             rows, *rest = leaf.meta.shape
             pieces = [
-                piece._replace(box=piece.box.shift([first, *(0 for _ in rest)]))
+                stored_box._replace(box=stored_box.box.shift([first, *(0 for _ in rest)]))
                 for first, half in zip((0, rows), halves, strict=True)
-                for piece in (half.pieces if half is not None else ())
+                for stored_box in (half.boxes if half is not None else ())
             ]
             found[stem] = StoredLeaf(BasicMeta(leaf.meta.dtype, (2 * rows, *rest)), pieces)
     return found

@@ -1,7 +1,7 @@
-"""What the two ways to exchange shared reads have in common: pieces, and streams that are verified on arrival.
+"""What the two ways to exchange shared reads have in common: shared boxes, and streams that are verified on arrival.
 
-The reader of a piece checks it against the manifest. Its xxh3 in the reader's memory then travels with it, and every
-receiver compares it. The manifest's own checksums do not fit: pieces hold elements in the requested dtype and begin
+The reader of a box checks it against the manifest. Its xxh3 in the reader's memory then travels with it, and every
+receiver compares it. The manifest's own checksums do not fit: boxes hold elements in the requested dtype and begin
 between chunks. TCP's checksum misses one damaged segment in 65,536 and does not cover damage in a host's memory; xxh3
 costs less than a tenth of the time on the wire.
 """
@@ -47,40 +47,40 @@ class SharedBox(NamedTuple):
 class SharedBoxes:
     """Pieces in storage order, the same on all ranks that share them. ``PartBox.row`` is an index into it."""
 
-    def __init__(self, reader: ShardReader, parts: Sequence[ReadRequest], pieces: Sequence[SharedBox]) -> None:
+    def __init__(self, reader: ShardReader, parts: Sequence[ReadRequest], boxes: Sequence[SharedBox]) -> None:
         self.reader, self._parts = reader, parts
-        self._pieces = sorted(pieces, key=self._storage_order)
+        self._boxes = sorted(boxes, key=self._storage_order)
 
     def shared_parts(self) -> list[SharedPart]:
-        """The pieces as the planner deals them out."""
+        """The boxes as the planner deals them out."""
         manifest = self.reader.manifest
         itemsize = manifest.tensors.itemsize()
         shared = []
-        for row, piece in enumerate(self._pieces):
-            stored_itemsize = int(itemsize[int(manifest.shards.tensor[piece.shard])])
-            chunk_size = int(manifest.files.chunk_size[int(manifest.shard_file[piece.shard])])
-            stored_box = manifest.shards.box_of(piece.shard)
-            memory_itemsize = self._parts[piece.part].memory.dtype.itemsize
-            shared.append(SharedPart(row, piece.box, stored_box, stored_itemsize, memory_itemsize, chunk_size))
+        for row, shared_box in enumerate(self._boxes):
+            stored_itemsize = int(itemsize[int(manifest.shards.tensor[shared_box.shard])])
+            chunk_size = int(manifest.files.chunk_size[int(manifest.shard_file[shared_box.shard])])
+            stored_box = manifest.shards.box_of(shared_box.shard)
+            memory_itemsize = self._parts[shared_box.part].memory.dtype.itemsize
+            shared.append(SharedPart(row, shared_box.box, stored_box, stored_itemsize, memory_itemsize, chunk_size))
         return shared
 
     def memory(self, part_box: PartBox, box: Box | None = None) -> torch.Tensor:
         """The view of this rank's memory that holds a part box, or ``box``, a part of it."""
-        part = self._parts[self._pieces[part_box.row].part]
+        part = self._parts[self._boxes[part_box.row].part]
         return box_view(part.memory, part_box.box if box is None else box, part.box)
 
     def dtype(self, part_box: PartBox) -> torch.dtype:
         """The dtype of a part box in memory."""
-        return self._parts[self._pieces[part_box.row].part].memory.dtype
+        return self._parts[self._boxes[part_box.row].part].memory.dtype
 
     def stripe_box(self, part_box: PartBox, number: int) -> Box | None:
         """The part of a part box in stripe ``number``; None if they do not overlap."""
-        stripe = self._pieces[part_box.row].stripe
+        stripe = self._boxes[part_box.row].stripe
         return part_box.box.intersect(stripe.box_of(number)) if stripe is not None else None
 
     def read(self, part_boxes: Sequence[PartBox], buffers: Sequence[torch.Tensor]) -> None:
         """Read and verify part boxes, each into its buffer. Thread-safe. Raises as ``ShardReader.read``."""
-        shards = [self._pieces[part_box.row].shard for part_box in part_boxes]
+        shards = [self._boxes[part_box.row].shard for part_box in part_boxes]
         self.reader.read(
             [ReadPart(s, part_box.box, out) for s, part_box, out in zip(shards, part_boxes, buffers, strict=True)]
         )
@@ -88,15 +88,15 @@ class SharedBoxes:
     def describe(self, part_box: PartBox) -> str:
         """The checkpoint, box and tensor of a part box, for error messages."""
         manifest = self.reader.manifest
-        tensor = int(manifest.shards.tensor[self._pieces[part_box.row].shard])
+        tensor = int(manifest.shards.tensor[self._boxes[part_box.row].shard])
         return f"{self.reader.backend.url}: {part_box.box} of tensor {manifest.tensors.names[tensor]}"
 
-    def _storage_order(self, piece: SharedBox) -> tuple[Any, ...]:
+    def _storage_order(self, shared_box: SharedBox) -> tuple[Any, ...]:
         manifest = self.reader.manifest
-        part = self._parts[piece.part]
-        outer = part.box if piece.stripe is None else piece.stripe.frame
-        file, offset = int(manifest.shard_file[piece.shard]), int(manifest.shard_offset[piece.shard])
-        return file, offset, piece.box, outer, str(part.memory.dtype)
+        part = self._parts[shared_box.part]
+        outer = part.box if shared_box.stripe is None else shared_box.stripe.frame
+        file, offset = int(manifest.shard_file[shared_box.shard]), int(manifest.shard_offset[shared_box.shard])
+        return file, offset, shared_box.box, outer, str(part.memory.dtype)
 
 
 _HASH = struct.Struct("<Q")
@@ -108,11 +108,11 @@ class Exchange(ABC):
     The methods raise what reading and the streams raise, and ``CorruptionError``.
     """
 
-    def __init__(self, name: str, shares: Ring, pieces: SharedBoxes, op: Operation, readers: Executor) -> None:
-        self._name, self._shares, self._pieces, self._ranks = name, shares, pieces, shares.ranks
+    def __init__(self, name: str, shares: Ring, boxes: SharedBoxes, op: Operation, readers: Executor) -> None:
+        self._name, self._shares, self._boxes, self._ranks = name, shares, boxes, shares.ranks
         self._index = self._ranks.index(op.rank)
         self._streams, self._readers = op.streams(), readers
-        self._timings, self._verify = pieces.reader.timings, pieces.reader.verify
+        self._timings, self._verify = boxes.reader.timings, boxes.reader.verify
         self._received = [0] * len(self._ranks)  # by sender, so that each counter has one writing thread
 
     @property
@@ -153,7 +153,7 @@ class Exchange(ABC):
         if hasher.intdigest() != checksum:
             more = f" (or one of {len(part_boxes) - 1} more boxes)" if len(part_boxes) > 1 else ""
             raise CorruptionError(
-                f"{self._pieces.describe(part_boxes[0])}{more} arrived damaged from rank {self._ranks[source]}; rank "
+                f"{self._boxes.describe(part_boxes[0])}{more} arrived damaged from rank {self._ranks[source]}; rank "
                 f"{self._ranks[reader]} had read and verified it. The stored bytes are intact: load again, with "
                 "share_reads='never' if the error persists, and check the memory and network of these hosts"
             )

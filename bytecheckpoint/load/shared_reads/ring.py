@@ -29,8 +29,8 @@ _MIN_UNPACKED_BYTES = 64 << 10  # a smaller part box is cheaper to pack with its
 class RingExchange(Exchange):
     """One rank in one ring."""
 
-    def __init__(self, name: str, shares: Ring, pieces: SharedBoxes, op: Operation, readers: Executor) -> None:
-        super().__init__(name, shares, pieces, op, readers)
+    def __init__(self, name: str, shares: Ring, boxes: SharedBoxes, op: Operation, readers: Executor) -> None:
+        super().__init__(name, shares, boxes, op, readers)
         size = len(self._ranks)
         self._next, self._previous = (self._index + 1) % size, (self._index - 1) % size
         self._segments = [shares.packets(segment) for segment in range(size)]
@@ -54,13 +54,13 @@ class RingExchange(Exchange):
             self._changed.notify_all()
 
     def _send_all(self) -> None:
-        packer = _Packer(self._pieces)
+        packer = _Packer(self._boxes)
         for segment, index in self._shares.link(self._index):
             checksum = self._wait_for_packet(segment, index)
             self._send(self._next, packer.views(self._segments[segment][index]), checksum)
 
     def _receive_all(self) -> None:
-        packer = _Packer(self._pieces)
+        packer = _Packer(self._boxes)
         for segment, index in self._shares.link(self._previous):
             packet = self._segments[segment][index]
             nbytes = sum(part_box.nbytes for part_box in packet)
@@ -70,8 +70,8 @@ class RingExchange(Exchange):
             self._add_packet(segment, index, checksum)
 
     def _read(self, batch: Batch, index: int) -> None:
-        self._pieces.read(batch.reads, [self._pieces.memory(part_box) for part_box in batch.reads])
-        packer = _Packer(self._pieces)
+        self._boxes.read(batch.reads, [self._boxes.memory(part_box) for part_box in batch.reads])
+        packer = _Packer(self._boxes)
         for number, packet in enumerate(batch.packets):
             checksum = checksum_of(packer.views(packet)) if self._verify else 0
             self._add_packet(self._index, index + number, checksum)
@@ -93,8 +93,8 @@ class RingExchange(Exchange):
 class _Packer:
     """The bytes of packets, viewed in place, or in one buffer if they are small or not plain CPU memory."""
 
-    def __init__(self, pieces: SharedBoxes) -> None:
-        self._pieces = pieces
+    def __init__(self, boxes: SharedBoxes) -> None:
+        self._boxes = boxes
         self._buffer: torch.Tensor | None = None
 
     def views(self, packet: Packet) -> Iterator[memoryview]:
@@ -105,10 +105,10 @@ class _Packer:
                 continue
             buffer, at = self._buffer_for(run), 0
             for part_box in run:
-                source = self._pieces.memory(part_box)
+                source = self._boxes.memory(part_box)
                 if not _is_plain(source):
                     source = _empty_like(source)
-                    copy_elements(source, self._pieces.memory(part_box))
+                    copy_elements(source, self._boxes.memory(part_box))
                 buffer[at : at + part_box.nbytes].copy_(as_bytes(source))
                 at += part_box.nbytes
             yield byte_view(buffer)
@@ -122,7 +122,7 @@ class _Packer:
             buffer, at = self._buffer_for(run), 0
             yield byte_view(buffer)
             for part_box in run:
-                out = self._pieces.memory(part_box)
+                out = self._boxes.memory(part_box)
                 # A copy with its own memory: in the buffer, the part box may not be aligned for its dtype.
                 target = out if _is_plain(out) else _empty_like(out)
                 as_bytes(target).copy_(buffer[at : at + part_box.nbytes])
@@ -134,7 +134,7 @@ class _Packer:
         """Large part boxes of plain memory one by one, and runs of neighbouring part boxes that must be packed."""
         run: list[PartBox] = []
         for part_box in packet:
-            memory = self._pieces.memory(part_box) if part_box.nbytes >= _MIN_UNPACKED_BYTES else None
+            memory = self._boxes.memory(part_box) if part_box.nbytes >= _MIN_UNPACKED_BYTES else None
             if memory is None or not _is_plain(memory):
                 run.append(part_box)
                 continue

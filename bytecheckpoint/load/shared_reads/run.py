@@ -59,19 +59,19 @@ def plan_reads(
         plan = plan_load(manifest.tensors, manifest.shards, BoxTable.build([(tensor, box) for tensor, box, _ in parts]))
     except PlanError as error:
         raise PlanError(f"{reader.backend.url}: {error}") from error
-    pieces = [SharedBox(*piece) for piece in plan.rows()]
+    boxes = [SharedBox(*row) for row in plan.rows()]
     shared: set[int] = set()
     exchanges: list[Callable[[Operation, Executor], Exchange]] = []
     groups = {} if offer is None or answer is None else offer.groups(answer)
     rank, offered = (0, ()) if offer is None else (offer.rank, offer.classes)
     for ranks, classes in find_rings(rank, offered, groups).items():
         members = {part for one in classes for part in one.requests}
-        stored = SharedBoxes(reader, parts, [piece for piece in pieces if piece.part in members])
+        stored = SharedBoxes(reader, parts, [one for one in boxes if one.part in members])
         name = f"read/{classes[0].summary.digest.hex()}"
         exchanges.append(partial(RingExchange, name, plan_ring(ranks, stored.shared_parts()), stored))
         shared |= members
     for ranks, classes in find_scatters(rank, offered, groups).items():
-        framed = _pieces_of_frames(reader, parts, classes)
+        framed = _boxes_of_frames(reader, parts, classes)
         if framed is not None:
             stored = SharedBoxes(reader, parts, framed)
             name = f"scatter/{classes[0].summary.digest.hex()}"
@@ -79,17 +79,17 @@ def plan_reads(
             exchanges.append(partial(ScatterExchange, name, shares, stored))
             shared.update(part for one in classes for part in one.requests)
     own = [
-        ReadPart(piece.shard, piece.box, box_view(parts[piece.part].memory, piece.box, parts[piece.part].box))
-        for piece in pieces
-        if piece.part not in shared
+        ReadPart(one.shard, one.box, box_view(parts[one.part].memory, one.box, parts[one.part].box))
+        for one in boxes
+        if one.part not in shared
     ]
     return PlannedReads(reader, exchanges, own, int(plan.boxes.nbytes(manifest.tensors).sum()))
 
 
-def _pieces_of_frames(
+def _boxes_of_frames(
     reader: ShardReader, parts: Sequence[ReadRequest], classes: Sequence[RequestClass]
 ) -> list[SharedBox] | None:
-    """The stored pieces of the frames of these classes; None, on all ranks, if the frames are not fully stored."""
+    """The stored boxes of the frames of these classes; None, on all ranks, if the frames are not fully stored."""
     manifest = reader.manifest
     frames = [frame for one in classes for frame in zip(one.requests, one.stripes, strict=True)]
     boxes = BoxTable.build([(parts[part].tensor, stripe.frame) for part, stripe in frames])
@@ -103,7 +103,7 @@ def _pieces_of_frames(
 def run_reads(op: Operation, planned: PlannedReads) -> int:
     """Fill the memory of every part; returns the bytes received from other ranks.
 
-    Call it inside a phase, on all ranks. Raises what reading raises, ``CorruptionError`` if a piece was damaged between
+    Call it inside a phase, on all ranks. Raises what reading raises, ``CorruptionError`` if a box was damaged between
     ranks, and the same cause on all ranks that share reads with one that failed.
     """
     read_own = partial(planned.reader.read, planned.own)

@@ -48,18 +48,18 @@ class ScatterExchange(Exchange):
             wait([future for _, future in reads if not future.cancel()])
 
     def _read(self, batch: Batch) -> list[torch.Tensor]:
-        frames = [torch.empty(part_box.box.lengths, dtype=self._pieces.dtype(part_box)) for part_box in batch.reads]
-        self._pieces.read(batch.reads, frames)
+        frames = [torch.empty(part_box.box.lengths, dtype=self._boxes.dtype(part_box)) for part_box in batch.reads]
+        self._boxes.read(batch.reads, frames)
         return frames
 
     def _distribute(self, batch: Batch, read: Future[list[torch.Tensor]]) -> None:
         frames = read.result()
         for peer in range(len(self._ranks)):
-            message = _Message.of(self._pieces, batch, peer)
+            message = _Message.of(self._boxes, batch, peer)
             if peer == self._index:
                 for index, box, _ in message.parts:
                     part_box = batch.reads[index]
-                    copy_elements(self._pieces.memory(part_box, box), box_view(frames[index], box, part_box.box))
+                    copy_elements(self._boxes.memory(part_box, box), box_view(frames[index], box, part_box.box))
             elif message.nbytes:
                 buffer = torch.empty(message.nbytes, dtype=torch.uint8)
                 for index, box, begin in message.parts:
@@ -70,7 +70,7 @@ class ScatterExchange(Exchange):
 
     def _receive_all(self, peer: int) -> None:
         for batch in self._shares.segments[peer]:
-            message = _Message.of(self._pieces, batch, self._index)
+            message = _Message.of(self._boxes, batch, self._index)
             if not message.nbytes:
                 continue
             buffer = torch.empty(message.nbytes, dtype=torch.uint8)
@@ -78,8 +78,8 @@ class ScatterExchange(Exchange):
                 self._receive(peer, peer, iter([byte_view(buffer)]), batch.reads)
                 for index, box, begin in message.parts:
                     part_box = batch.reads[index]
-                    elements = _elements(buffer, begin, box, self._pieces.dtype(part_box))
-                    copy_elements(self._pieces.memory(part_box, box), elements)
+                    elements = _elements(buffer, begin, box, self._boxes.dtype(part_box))
+                    copy_elements(self._boxes.memory(part_box, box), elements)
             self._received[peer] += message.nbytes
 
 
@@ -91,13 +91,13 @@ class _Message:
     nbytes: int
 
     @classmethod
-    def of(cls, pieces: SharedBoxes, batch: Batch, peer: int) -> _Message:
+    def of(cls, boxes: SharedBoxes, batch: Batch, peer: int) -> _Message:
         parts, at = [], 0
         for index, part_box in enumerate(batch.reads):
-            box = pieces.stripe_box(part_box, peer)
+            box = boxes.stripe_box(part_box, peer)
             if box is not None:
                 parts.append((index, box, at))
-                nbytes = box.numel * pieces.dtype(part_box).itemsize
+                nbytes = box.numel * boxes.dtype(part_box).itemsize
                 at += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return cls(parts, at)
 
