@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,16 @@ def with_tables(page: str, found: dict[str, Any]) -> str:
     for grid in grids(found):
         aligned = ["---", *["---:"] * (len(grid.columns) - 1)]
         rows = ["| " + " | ".join(cells) + " |" for cells in (grid.columns, aligned, *grid.rows)]
-        tables.append(
-            f"## {grid.title}\n\n" + "\n".join([*rows, "", *(f"- {remark}" for remark in grid.remarks)]).rstrip()
-        )
-    sources = [f"- `{name}`: {source}" for name, source in found["sources"].items()]
+        tables.append(f"## {grid.title}\n\n" + "\n".join([*rows, "", *map(_item, grid.remarks)]).rstrip())
+    sources = [_item(f"`{name}`: {source}") for name, source in found["sources"].items()]
     return f"{text}{mark}\n\n" + "\n\n".join([*tables, "Where the figures come from:", "\n".join(sources)]) + "\n"
+
+
+def _item(text: str) -> str:
+    """An item of a list in lines as long as those of a page."""
+    return textwrap.fill(
+        text, 120, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _slowest(stages: dict[str, float]) -> str:

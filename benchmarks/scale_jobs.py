@@ -21,6 +21,7 @@ from benchmarks.scale_world import PLAIN, STEP, World
 from benchmarks.scale_worlds import make_world, parameters
 from bytecheckpoint.checkpoint.attempts import new_attempt_id
 from bytecheckpoint.engine.checksums import chunk_size_for
+from bytecheckpoint.format.checksums import CHECKSUM_BYTES
 from bytecheckpoint.format.manifest import decode, encode
 from bytecheckpoint.format.values import decode_path
 from bytecheckpoint.planners import OWN_BOXES, WHOLE, Assignment, ContentChecks, SavePlan, pack_boxes, plan_load
@@ -241,7 +242,7 @@ def _manifest(plan: SavePlan, world: World, name: str) -> dict[str, Any]:
     for rank in range(world.ranks):
         files = plan.files_of(rank)
         words = len(files) + sum(0 if row is None else int(counts[row]) for _, _, row in files)
-        packed.append(msgpack.packb([[4096] * len(files), random.bytes(8 * words), []]))
+        packed.append(msgpack.packb([[4096] * len(files), random.bytes(CHECKSUM_BYTES * words), []]))
     with clock.on("record"):
         confirmed = Confirmations(plan, attempt="attempt-20300101T000000Z-0123456789abcdef", chunk_size=chunk_size)
         everyone = [confirmed.unpack(rank, one) for rank, one in enumerate(packed)]

@@ -7,6 +7,7 @@ the folder holds nothing harmful; ``python tests/attacks/test_hostile_files.py``
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import resource
 import subprocess
@@ -363,7 +364,10 @@ def test_attack_is_refused(reader: Callable[[bytes], object], data: bytes, error
 
 def test_all_attacks_in_a_small_address_space() -> None:
     """This includes allocations that Python does not trace."""
-    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=time_limit(120))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=time_limit(120)
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == [str(len(ATTACKS)), "refused"]
 

@@ -435,6 +435,11 @@ def test_a_codec_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monke
             use()
 
 
+def _data_of(checkpoint: Path) -> dict[str, bytes]:
+    """The data files by name, without the name of the attempt, which is new in a copy."""
+    return {key.partition("/")[2]: (checkpoint / key).read_bytes() for key in keys_of(checkpoint) if "/" in key}
+
+
 def test_the_tools(saved: Path, tmp_path: Path) -> None:
     def run(*arguments: object) -> str:
         result = CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="bcp")
@@ -446,9 +451,7 @@ def test_the_tools(saved: Path, tmp_path: Path) -> None:
     assert f'"codec": "{codec}"' in run("inspect", saved, "--files", "--json")
     assert "intact" in run("verify", saved)
     run("copy", saved, tmp_path / "copy")
-    assert {key: (saved / key).read_bytes() for key in keys_of(saved)} == {
-        key: (tmp_path / "copy" / key).read_bytes() for key in keys_of(saved)
-    }
+    assert _data_of(saved) == _data_of(tmp_path / "copy")
     run("reshard", saved, tmp_path / "raw", "--files", 2)
     assert set(bcp.open(tmp_path / "raw").manifest.files.codec) == {"raw"}
     for other in ("copy", "raw"):

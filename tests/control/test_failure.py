@@ -96,6 +96,8 @@ def test_any_exception_can_be_reported(error):
 
 def test_every_error_class_can_be_reported():
     for name in errors.__all__:
+        if issubclass(getattr(errors, name), Warning):
+            continue
         error = round_trip(getattr(errors, name)("text")).error()
         assert isinstance(error, BytecheckpointError)
         assert type(error).__name__ == name

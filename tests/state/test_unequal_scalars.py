@@ -41,7 +41,7 @@ def _load_whole(path: str, **rules: str) -> float:
     module = nn.Module()
     module.experts = nn.Parameter(torch.zeros(4, 3))
     optimizer = torch.optim.Adam(module.parameters())
-    bcp.load(path, {"model": module, "optimizer": optimizer}, **rules)
+    bcp.load(path, {"model": module, "optimizer": optimizer}, options=rules)
     return float(optimizer.state[module.experts]["step"])
 
 

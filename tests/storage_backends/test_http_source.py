@@ -313,7 +313,7 @@ def test_a_copy_to_another_store_continues(server: Server, tmp_path: Path) -> No
     _save(server.root)
     source, target = bcp.open(f"{server.url}/checkpoint"), MemoryBackend(uuid.uuid4().hex)
     last = source.manifest.files.name[-1]
-    broken = FaultRule("put_part", last, error=StorageError("broken"))
+    broken = FaultRule("put_part", "*" + last.partition("/")[2], error=StorageError("broken"))
     journals = str(tmp_path / "journals")
     with pytest.raises(StorageError, match="broken"):
         copy_checkpoint(source.backend, FaultyBackend(target, [broken]), window=1, journals=journals)

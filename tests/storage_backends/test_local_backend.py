@@ -531,7 +531,8 @@ def test_a_path_that_the_locale_cannot_encode(tmp_path: Path) -> None:
 import bytecheckpoint as bcp
 def save(path): bcp.save(path, {{}})
 def load(path): bcp.load(path, {{}})
-for call in (bcp.open, bcp.latest, bcp.CheckpointManager, save, load):
+def manage(path): bcp.CheckpointManager(path).latest()
+for call in (bcp.open, bcp.latest, manage, save, load):
     try:
         call({str(tmp_path)!r} + "/caf\\xe9")
     except bcp.errors.UnsupportedURLError as error:
