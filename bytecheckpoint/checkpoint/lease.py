@@ -43,7 +43,7 @@ _SHORT_INTERVAL_S = 1.0  # of a lease that is held for a few requests only
 _POLL_S = 0.05
 _MAX_TRIES = 16  # to acquire a lease that other jobs release at the same moments
 
-_open_here: set[bytes] = set()  # the jobs whose leases this process has acquired and not closed
+_open_here: set[bytes] = set()  # the jobs whose leases this process acquires, or holds until they are deleted
 
 _log = logging.getLogger(__name__)
 
@@ -101,12 +101,10 @@ class Lease:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._lost: RootInUseError | None = None
-        _open_here.add(record.job)
         self._thread = Threads(1, thread_name_prefix="bcp-lease")
         try:
             self._heartbeat = self._thread.submit(self._send_heartbeats)
         except RuntimeError as error:
-            _open_here.discard(record.job)
             self._delete()
             raise StateError(f"the lease of {backend.display_url} needs a thread: {error}") from error
 
@@ -133,6 +131,15 @@ class Lease:
         """
         run, restart = _torchrun_identity()
         record = LeaseRecord(secrets.token_bytes(JOB_MARK_BYTES), here, 1, interval_s, _now(), run, restart)
+        _open_here.add(record.job)  # before another thread can read it
+        try:
+            return cls._acquire(backend, record, is_unwanted)
+        except BaseException:
+            _open_here.discard(record.job)
+            raise
+
+    @classmethod
+    def _acquire(cls, backend: StorageBackend, record: LeaseRecord, is_unwanted: Callable[[], bool]) -> Lease:
         for _ in range(_MAX_TRIES):
             found, version = _read(backend)
             if found is not None and found.job == record.job:  # the reply to the put was lost
@@ -171,8 +178,8 @@ class Lease:
         """Release the lease. Never raises."""
         self._ended.set()
         self._thread.shutdown(wait=True)
-        _open_here.discard(self.job)
         self._delete()
+        _open_here.discard(self.job)  # from now on, a lease that could not be deleted is that of an ended job
 
     def _delete(self) -> None:
         with self._lock:

@@ -16,10 +16,12 @@ import pytest
 from counting_backend import CountingBackend
 from typing_extensions import Buffer
 
+from bytecheckpoint.checkpoint import lease as lease_module
 from bytecheckpoint.checkpoint.attempts import attempt_name, job_mark_of, new_attempt, new_attempt_id
-from bytecheckpoint.checkpoint.lease import LEASE_KEY, Lease, LeaseRecord
+from bytecheckpoint.checkpoint.lease import LEASE_KEY, Lease, LeaseRecord, is_held
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.errors import KeyExistsError, RootInUseError, StateError, StorageError
+from bytecheckpoint.runtime.threads import Threads
 from bytecheckpoint.storage_backends import Conditions
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
@@ -54,6 +56,23 @@ def _wait_for_beat(backend: StorageBackend, beyond: int) -> None:
             return
         threading.Event().wait(INTERVAL_S / 10)
     raise AssertionError("no heartbeat")
+
+
+def test_no_thread_of_the_process_takes_a_lease_over_that_is_acquired_or_released(
+    backend: StorageBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is held from the moment that it can be read until it is deleted."""
+    found: list[bool] = []
+
+    def observe(*call: object, **others: object) -> Threads:
+        found.append(is_held(backend))
+        return Threads(1)
+
+    monkeypatch.setattr(lease_module, "Threads", observe)
+    rule = FaultRule("delete", LEASE_KEY, hook=lambda call: found.append(is_held(backend)))
+    Lease.acquire(FaultyBackend(backend, [rule]), HERE, interval_s=INTERVAL_S).close()
+    assert found == [True, True]
+    assert not is_held(backend)
 
 
 def test_a_held_lease_is_refused_until_it_is_released(backend: StorageBackend) -> None:
