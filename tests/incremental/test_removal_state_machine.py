@@ -9,10 +9,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from unittest import mock
 
 import sampling
 from hypothesis import HealthCheck, seed, settings
@@ -30,7 +28,6 @@ from bytecheckpoint.format.manifest import MANIFEST_KEY, decode
 from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
-from bytecheckpoint.transfer import transfer
 
 OUTSIDE = ("out/a", "out/b")
 PLACES = st.sampled_from([*OUTSIDE, *(f"root/step-{step}" for step in range(1, 5))])
@@ -50,11 +47,6 @@ class Transfers(SharedFiles):
         self.folder = Path(tempfile.mkdtemp())
         self.outside: dict[str, Saved] = {}
         self.begun: list[tuple[str, int, str]] = []
-        # Hypothesis repeats steps, so the same operation must fail again.
-        in_order = mock.patch.object(
-            transfer, "ThreadPoolExecutor", lambda count, **names: ThreadPoolExecutor(1, **names)
-        )
-        self.patches.enter_context(in_order)
         self.uploads: dict[str, tuple[Saved, float, list[str]]] = {}
 
     def teardown(self) -> None:

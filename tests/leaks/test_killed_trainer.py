@@ -104,11 +104,10 @@ def test_a_killed_job_leaves_nothing(
     assert not (root / "step-4" / "manifest.msgpack").exists()
     assert [path for path in (root / "step-4").rglob("*") if path.is_file()], "it was killed before it wrote"
     # The manager watches the lease of a possibly living holder for 15 s, but detects that this one has ended.
-    with caplog.at_level(logging.INFO, "bytecheckpoint.checkpoint.lease"):
-        manager = bcp.CheckpointManager(root, keep=2)
-    assert "has ended; its lease is taken over" in caplog.text
-    assert "waiting for a heartbeat" not in caplog.text
-    with manager:
+    caplog.set_level(logging.INFO, "bytecheckpoint.checkpoint.lease")
+    with bcp.CheckpointManager(root, keep=2) as manager:
+        assert "has ended; its lease is taken over" in caplog.text
+        assert "waiting for a heartbeat" not in caplog.text
         state = {"extra_state": {"weight": torch.zeros(1 << 20), "value": 0}}
         assert manager.resume(state) is not None
         assert state["extra_state"]["value"] == 3

@@ -32,12 +32,14 @@ from bytecheckpoint.engine.writing import FileWriter
 from bytecheckpoint.errors import CheckpointNotFoundError, KeyNotFoundError
 from bytecheckpoint.format.manifest import MANIFEST_KEY, decode
 from bytecheckpoint.manager.housekeeping import Committed, expendable
+from bytecheckpoint.runtime.threads import Threads
 from bytecheckpoint.save.commit import SaveCommit
 from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import registry
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import FaultRule, FaultyBackend
+from bytecheckpoint.transfer import transfer
 
 __all__ = ["CHANGES", "CHUNK", "GRACE_S", "OPERATIONS", "STEPS", "Crash", "Saved", "SharedFiles", "check", "number_at"]
 
@@ -122,7 +124,6 @@ class SharedFiles(RuleBasedStateMachine):
         self.tensors = {name: torch.arange(4.0 * CHUNK / 4) for name in NAMES}
         self.number = 0
         self.fuse = Fuse()
-        self.patches = ExitStack()
         real = registry._open
         rule = FaultRule(times=None, hook=self.fuse.count)
 
@@ -131,18 +132,22 @@ class SharedFiles(RuleBasedStateMachine):
             return FaultyBackend(backend, [rule]) if text.startswith("memory:") else backend
 
         clock = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + self.passed_s})
-        self.patches.enter_context(mock.patch.object(attempts, "time", clock))
-        self.patches.enter_context(mock.patch.object(sweep, "_PATIENCE_S", 0.0))  # all of it is in one thread
-        self.patches.enter_context(mock.patch.object(registry, "_open", wrapped))
-        _log.setLevel(logging.CRITICAL)  # many saves fail on purpose
-        self._begin_process()
+        with ExitStack() as patches:  # none of them stays if one fails: Hypothesis tears down only what exists
+            patches.enter_context(mock.patch.object(attempts, "time", clock))
+            patches.enter_context(mock.patch.object(sweep, "_PATIENCE_S", 0.0))  # all of it is in one thread
+            patches.enter_context(mock.patch.object(registry, "_open", wrapped))
+            # Hypothesis repeats steps, so the same operation of a transfer must fail again.
+            patches.enter_context(mock.patch.object(transfer, "Threads", lambda count, **names: Threads(1, **names)))
+            patches.callback(_log.setLevel, _log.level)
+            _log.setLevel(logging.CRITICAL)  # many saves fail on purpose
+            self._begin_process()
+            self.patches = patches.pop_all()
 
     def teardown(self) -> None:
         try:
             self._collect()
         finally:
             self.patches.close()
-            _log.setLevel(logging.NOTSET)
             MemoryBackend.delete_store(self.store)
 
     def _begin_process(self) -> None:
