@@ -379,7 +379,7 @@ def test_secrets_are_in_no_error() -> None:
             with pytest.raises(StorageError) as caught:
                 operation()
             seen = "".join(traceback.format_exception(caught.value))
-            assert "c2VjcmV0" not in f"{seen} {caught.value!r} {backend!r} {backend._place!r}"  # type: ignore[attr-defined]
+            assert "c2VjcmV0" not in f"{seen} {caught.value!r} {backend!r} {backend._store_root!r}"  # type: ignore[attr-defined]
 
 
 # Whole checkpoints
