@@ -33,7 +33,7 @@ class PieceFill:
         nbytes = slices.stop - slices.start
         fresh = np.append(True, (slices.piece[1:] != slices.piece[:-1]) | (slices.peer[1:] != slices.peer[:-1]))
         begins = np.flatnonzero(fresh[: len(slices)])
-        ends = np.append(begins[1:], len(slices))
+        ends = np.append(begins[1:], len(slices))[: len(begins)]
         self.pieces, first = np.unique(slices.piece[begins], return_index=True)
         columns = (slices.peer, slices.fragment, slices.start, slices.stop, slices.at)
         self._peer, self._fragment, self._start, self._stop, self._at = (column.tolist() for column in columns)
