@@ -56,7 +56,7 @@ def test_paths(path: Any) -> None:
         lambda: bcp.load(path, STATE),
         lambda: bcp.open(path),
         lambda: bcp.latest(path),
-        lambda: bcp.CheckpointManager(path),
+        lambda: bcp.CheckpointManager(path).latest(),
     ):
         with pytest.raises(UnsupportedURLError):
             call()
