@@ -52,6 +52,8 @@ SOURCES := .ci bytecheckpoint planners storage_backends tests examples benchmark
 # With small tensors on few cores, more threads only compete.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# DeepSpeed compiles kernels there. In the home directory, the lock of a killed run would block every later one.
+export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))-deepspeed/extensions
 
 # Parts of `make test` and of `make check`. A part that fails does not keep the others from running.
 LINT_PARTS := style types contracts
