@@ -21,6 +21,7 @@ from sorted_arguments import save_in_job
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.nearest import open_tier
+from bytecheckpoint.checkpoint.sweep import FilesGoneError
 from bytecheckpoint.convert.copy import copy, finish_upload, remove, unfinished_uploads
 from bytecheckpoint.engine.objects import OBJECTS
 from bytecheckpoint.errors import BytecheckpointError, CheckpointError, KeyExistsError, StorageError
@@ -217,16 +218,18 @@ class Transfers(SharedFiles):
                 base=base,
                 chunk_size=CHUNK,
             )
-            handle.uploaded()
+            with suppress(FilesGoneError):  # another program has removed what the last upload left
+                handle.uploaded()
         default_session().engine.uploads.submit(int).result()  # the failed upload has ended
         staged = open_tier(self.folder / "tier", open_backend(f"{self.root}/{name}"))
         if self._number_of(name) == self.number:
             self._committed(name)
             self.uploads.pop(name, None)
         else:
-            assert how
+            references = decode(staged.get(MANIFEST_KEY)).references.name if number_at(staged) == self.number else ()
+            stored = {stat.key for stat in self.raw.list(f"{OBJECTS}/")}
+            assert how or any(f"{OBJECTS}/{reference}" not in stored for reference in references)
             if number_at(staged) == self.number:
-                references = decode(staged.get(MANIFEST_KEY)).references.name
                 self.uploads[name] = Saved(self.number, dict(self.tensors)), self.passed_s, references
 
     @precondition(lambda self: self.uploads)

@@ -34,6 +34,7 @@ from bytecheckpoint.format.manifest import MANIFEST_KEY, decode
 from bytecheckpoint.manager.housekeeping import Committed, expendable
 from bytecheckpoint.runtime.threads import Threads
 from bytecheckpoint.save.commit import SaveCommit
+from bytecheckpoint.save.engine import SharedSaves
 from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import registry
 from bytecheckpoint.storage_backends.base import StorageBackend
@@ -152,7 +153,7 @@ class SharedFiles(RuleBasedStateMachine):
 
     def _begin_process(self) -> None:
         """Forget what a process has in memory, and release what it held."""
-        default_session().engine.shared.last_commit = None
+        default_session().engine.shared = SharedSaves()
         self.raw.delete([LEASE_KEY])
 
     def _change(self, changes: set[tuple[str, int]]) -> None:

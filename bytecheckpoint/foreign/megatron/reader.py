@@ -194,11 +194,11 @@ def _unstacked(key: str, leaf: StoredLeaf, axes: int, where: str) -> dict[tuple[
         strides = row_major_strides(lengths) if stored_box.strides is None else stored_box.strides
         inner = None if stored_box.strides is None else strides[axes:]
         for at in product(*map(range, lengths[:axes])):
-            start = sum(position * stride for position, stride in zip(at, strides, strict=True))
+            start = sum(position * stride for position, stride in zip(at, strides, strict=False))
             row = StoredBox(
                 Box(offsets[axes:], lengths[axes:]), stored_box.file, stored_box.offset + start * itemsize, inner
             )
-            found.setdefault(tuple(map(sum, zip(offsets, at, strict=True))), []).append(row)
+            found.setdefault(tuple(map(sum, zip(offsets, at, strict=False))), []).append(row)
     missing = [index for index in product(*map(range, shape[:axes])) if index not in found]
     if missing:
         raise FormatError(f"{where}: {key!r:.200} of shape {list(shape)} has nothing at {list(missing[0])}")
