@@ -23,7 +23,7 @@ class FailedSaves:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failed: dict[str, SaveHandle] = {}
-        self._warned: set[int] = set()
+        self._warned: dict[str, SaveHandle] = {}  # by root, the one of which ``warn`` has warned
 
     def follow(self, location: Location, save: SaveHandle) -> None:
         """Remember this save if it fails; once it is committed, forget those before it."""
@@ -40,10 +40,11 @@ class FailedSaves:
 
     def warn(self, location: Location) -> None:
         """Before a save to this location, warn of the one before it, once."""
-        failed = self._failed.get(_root_of(location))
-        if failed is None or failed.is_asked or id(failed) in self._warned:
+        root = _root_of(location)
+        failed = self._failed.get(root)
+        if failed is None or failed.is_asked or failed is self._warned.get(root):
             return
-        self._warned = {id(failed)}  # which `_failed` keeps alive
+        self._warned[root] = failed
         warnings.warn(
             f"{without_userinfo(failed.url)} was not saved, and no one asked for its outcome: {failure_of(failed)}",
             SaveFailedWarning,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +64,20 @@ def test_the_next_save_to_the_same_folder_warns_once_and_makes_up_for_it(tmp_pat
         with pytest.warns(SaveFailedWarning, match="1 was not saved, and no one asked for its outcome: a broken disk"):
             saver.save(tmp_path / "2", STATE)
         saver.save(tmp_path / "3", STATE)
+
+
+def test_each_folder_warns_once(tmp_path: Path) -> None:
+    with bcp.Checkpointer() as saver:
+        for root in "ab":
+            fail(saver, tmp_path / root / "1")
+        with warnings.catch_warnings(record=True) as warned, broken_disk():
+            warnings.simplefilter("always")
+            for root in "abab":
+                with pytest.raises(OSError, match="a broken disk"):
+                    saver.save(tmp_path / root / "2", STATE)
+        assert [one.category for one in warned] == [SaveFailedWarning] * 2
+        for root in "ab":
+            saver.save(tmp_path / root / "3", STATE)
 
 
 @pytest.mark.parametrize("how", ["result", "exception", "uploaded"])
