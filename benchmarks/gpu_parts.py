@@ -189,7 +189,7 @@ def dcp(training: Training, timer: Timer, folder: str) -> None:
 def _stager(is_cuda: bool) -> Any:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    return DefaultStager(
+    stager: Any = DefaultStager(
         StagingOptions(
             use_pinned_memory=is_cuda,
             use_shared_memory=False,
@@ -197,6 +197,9 @@ def _stager(is_cuda: bool) -> Any:
             use_non_blocking_copy=is_cuda,
         )
     )
+    # torch 2.11 releases the buffers after each use, and cannot use the stager again.
+    stager._state_dict_stager.close = lambda: None
+    return stager
 
 
 def safetensors(training: Training, timer: Timer, folder: str) -> None:
@@ -286,7 +289,8 @@ def _package(training: Training) -> tuple[Callable[[], None], Callable[[], None]
 
     def update() -> None:
         socket = context.socket(zmq.REQ)
-        socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        for limit in (zmq.RCVTIMEO, zmq.SNDTIMEO):  # a worker that has died neither connects nor answers
+            socket.setsockopt(limit, 60_000)
         name = f"ipc://@bcp-gpu-{os.urandom(8).hex()}"
         socket.bind(name)
         try:
