@@ -23,6 +23,7 @@ from .replies import code_of
 __all__ = ["S3PartWriter", "S3Upload"]
 
 _LEAST_S = 0.75  # where the caller has waited for the deadline already; ``incomplete`` shows what remains
+_AT_WORK_S, _PAUSE_S = 30.0, 0.5  # how long, and how often, the object of a try without reply is looked for
 _TOKEN = re.compile(r"(?P<part_bytes>[1-9]\d*) (?P<mark>[0-9a-f]{32}) (?P<id>\S+)")
 
 _log = logging.getLogger(__name__)
@@ -69,8 +70,11 @@ class S3Upload(Upload):
     async def complete(self, tags: Sequence[str]) -> None:
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
         where, begun = {**self._address, "UploadId": await self.begin()}, time.monotonic()
+        tries = 0
 
         async def send() -> None:
+            nonlocal tries
+            tries += 1
             try:
                 await self._client.call("complete_multipart_upload", **where, MultipartUpload={"Parts": parts})
             except Exception as error:
@@ -82,11 +86,18 @@ class S3Upload(Upload):
         try:
             await self._client.repeat(Request(self._action, self._deadline_s, "complete"), send)
         except KeyNotFoundError:
-            # The reply to an earlier try may be lost, or another process has ended the upload.
-            request = Request(self._action, max(_LEAST_S, begun + self._deadline_s - time.monotonic()))
-            mark, _ = await self._client.repeat(request, lambda: self._client.mark_of(self._address))
-            if mark != self.mark:
-                raise
+            # The reply to an earlier try may be lost, or another process has ended the upload. A store may also end it
+            # before the object is there, and an earlier try be still at work.
+            end = begun + self._deadline_s
+            give_up = min(end, time.monotonic() + _AT_WORK_S) if tries > 1 else 0.0
+            while True:
+                request = Request(self._action, max(_LEAST_S, end - time.monotonic()))
+                mark, _ = await self._client.repeat(request, lambda: self._client.mark_of(self._address))
+                if mark == self.mark:
+                    return
+                if time.monotonic() > give_up:
+                    raise
+                await asyncio.sleep(_PAUSE_S)
 
     async def abort(self) -> None:
         if self._begun is None:

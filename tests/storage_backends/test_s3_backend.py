@@ -341,6 +341,27 @@ def test_an_upload_that_another_process_has_ended(damaged: StorageBackend, proxy
     assert damaged.get("object") == bytes(len(DATA))
 
 
+def test_an_upload_that_ends_before_its_object_is_there(
+    damaged: StorageBackend, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first try takes too long. The second one finds that there is no such upload, and no object either yet."""
+    monkeypatch.setattr(session, "_MIN_LIMIT_S", time_limit(1))
+    monkeypatch.setattr(session, "_SLOWEST", 1e8)
+
+    def rule(exchange: Exchange) -> str | None:
+        if exchange.kind == "complete":
+            return "wait" if exchange.number == 1 else "ended"
+        if (exchange.kind, exchange.number) == ("head", 2):
+            proxy.go_on.set()
+        return None
+
+    proxy.rule = rule
+    _write(damaged)
+    assert proxy.kinds.count("complete") == 2
+    assert proxy.kinds.count("head") > 1
+    assert damaged.get("object") == DATA
+
+
 def test_an_ended_upload_of_which_the_store_says_that_it_is_broken(
     damaged: StorageBackend, proxy: FaultProxy, bucket: str, s3: dict[str, Any]
 ) -> None:
