@@ -112,23 +112,23 @@ class S3Backend(RemoteBackend[S3Client]):
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         check_prefix(prefix)
-        stats = (
+        key_of = self._keys()
+        return (
             ObjectStat(key, int(found["Size"]), str(found.get("ETag", "")))
             for page in self._pages("list_objects_v2", prefix)
             for found in page.get("Contents", ())
-            if (key := self._key(str(found["Key"]))) is not None and is_object_key(key)
+            if is_object_key(key := key_of(found["Key"]))
         )
-        return stats
 
     def list_children(self, prefix: str = "") -> Sequence[str]:
         check_children_prefix(prefix)
-        names = set()
+        names, key_of = set(), self._keys()
         for page in self._pages("list_objects_v2", prefix, Delimiter="/"):
             paths = [str(found["Key"]) for found in page.get("Contents", ())]
             paths += [str(found["Prefix"]) for found in page.get("CommonPrefixes", ())]
             for path in paths:
-                key = self._key(path)
-                if key is not None and len(key) > len(prefix) and is_object_key(key.rstrip("/")):
+                key = key_of(path)
+                if len(key) > len(prefix) and is_object_key(key.rstrip("/")):
                     names.add(key[len(prefix) :])
         return sorted(names)
 
@@ -148,11 +148,12 @@ class S3Backend(RemoteBackend[S3Client]):
 
     def incomplete(self, prefix: str = "") -> Iterator[IncompleteUpload]:
         check_prefix(prefix)
+        key_of = self._keys()
         for page in self._pages("list_multipart_uploads", prefix):
             now = _time_of(page)
             for found in page.get("Uploads", ()):
-                key, begun = self._key(str(found["Key"])), found.get("Initiated")
-                if key is not None:
+                key, begun = key_of(found["Key"]), found.get("Initiated")
+                if key:
                     age_s = now - begun.timestamp() if isinstance(begun, datetime) else 0.0
                     yield IncompleteUpload(key, str(found["UploadId"]), max(0.0, age_s))
 
@@ -176,11 +177,14 @@ class S3Backend(RemoteBackend[S3Client]):
         bucket, root = client.split(self._url)
         return {"Bucket": bucket, "Key": f"{root}/{key}" if root else key}
 
-    def _key(self, path: str) -> str | None:
+    def _keys(self) -> Callable[[str], str]:
+        """Return a function that maps a path in the bucket to its key; to an empty string if it is not below the root.
+
+        To find the client takes longer than that.
+        """
         _, root = self._session().split(self._url)
-        if not root:
-            return path
-        return path[len(root) + 1 :] if path.startswith(root + "/") else None
+        above = f"{root}/" if root else ""
+        return lambda path: path[len(above) :] if path.startswith(above) else ""
 
 
 def _time_of(reply: dict[str, Any]) -> float:

@@ -32,6 +32,8 @@ from bytecheckpoint.storage_backends.remote import parts, session
 from bytecheckpoint.storage_backends.remote.failures import common_failure
 from bytecheckpoint.storage_backends.remote.parts import PARTS_IN_FLIGHT
 from bytecheckpoint.storage_backends.remote.session import EndpointSession, Request
+from bytecheckpoint.storage_backends.s3 import backend as s3_backend
+from bytecheckpoint.storage_backends.s3 import client as s3_client
 from bytecheckpoint.storage_backends.s3.client import S3Client
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import FaultyBackend
@@ -92,6 +94,24 @@ class TestS3(StorageConformance):
 
 def test_s3_usable_in_a_forked_child(bucket: str, s3: dict[str, Any]) -> None:
     use_in_forked_child(f"s3://{bucket}/root", s3)
+
+
+def test_a_listing_finds_its_client_once(bucket: str, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each object: that takes longer than the rest of the listing."""
+    backend = open_backend(f"s3://{bucket}/root", **s3)
+    keys = [f"folder/{number:02}" for number in range(20)]
+    for key in keys:
+        backend.put(key, b"x")
+    clients: list[S3Client] = []
+
+    def client_for(options: dict[str, Any]) -> S3Client:
+        clients.append(found := s3_client.client_for(options))
+        return found
+
+    monkeypatch.setattr(s3_backend, "client_for", client_for)
+    assert [stat.key for stat in backend.list()] == keys
+    assert list(backend.list_children("folder/")) == [key.removeprefix("folder/") for key in keys]
+    assert len(clients) < 10
 
 
 def test_s3_bucket_is_never_made(s3: dict[str, Any]) -> None:
