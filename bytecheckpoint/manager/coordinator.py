@@ -37,12 +37,12 @@ from .options import Cadence, Preemption
 from .signals import SignalWatch
 
 __all__ = ["CoordinationRounds", "Decision", "RoundTimer", "SaveCall", "SaveCoordinator", "SavesInFlight"]
-__all__ += ["agree_on_last_save"]
+__all__ += ["EARLIER_SAVES", "agree_on_last_save"]
 
 _MAX_MESSAGE = 2000  # characters
 _POLL_S = 0.02
 _MAX_TURNS = 10_000  # between two rounds, however short the turns seem
-_EARLIER_SAVES = "earlier saves"
+EARLIER_SAVES = "earlier saves"
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class SavesInFlight:
         job has lost the root, every rank raises ``RootInUseError``.
         """
         has_failed = False
-        with op.phase(_EARLIER_SAVES):
+        with op.phase(EARLIER_SAVES):
             while self._saves and self._saves[0].done():
                 error = failure_of(self._saves.popleft())
                 has_failed |= error is not None
@@ -133,15 +133,13 @@ class SavesInFlight:
         while self.is_full():
             failure_of(self._saves[0])
             self.collect(op)
-        op.barrier(_EARLIER_SAVES)
+        op.barrier(EARLIER_SAVES)
 
     def finish(self, op: Operation) -> bool:
-        """Wait for all saves on all ranks. Returns and raises like ``collect``."""
+        """Wait for all saves of this rank. Returns and raises like ``collect``."""
         for handle in self._saves:
             failure_of(handle)
-        has_failed = self.collect(op)
-        op.barrier(_EARLIER_SAVES)
-        return has_failed
+        return self.collect(op)
 
     def drain(self) -> None:
         """Wait for all saves of this rank and log failures. Exchanges nothing with other ranks. Never raises."""

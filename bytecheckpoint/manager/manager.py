@@ -40,7 +40,7 @@ from ..runtime.arguments import STEP, check_arguments, check_choice, deadline_of
 from ..save.handle import SaveHandle
 from ..save.options import SaveOptions, SaveRequest
 from .callbacks import CallbackRunner, Callbacks
-from .coordinator import CoordinationRounds, Decision, SaveCall, SaveCoordinator, agree_on_last_save
+from .coordinator import EARLIER_SAVES, CoordinationRounds, Decision, SaveCall, SaveCoordinator, agree_on_last_save
 from .housekeeping import Committed, Housekeeping, StepNames
 from .options import Cadence, ExceptionSave, JobOptions, Preemption, Retention, checked_job
 from .resources import ManagerResources
@@ -428,9 +428,9 @@ class CheckpointManager:
         with self._rounds.round() as op, self._forgetting_on_failure():
             if self._resources.in_flight.finish(op):
                 self._coordinator.save_failed()
-            with op.phase("earlier saves"):
+            with op.phase(EARLIER_SAVES):
                 self._session.failures.raise_for(self._any_checkpoint)
-            op.barrier("outcome")
+            op.barrier(EARLIER_SAVES)
         self._callbacks.poll()
 
     def close(self) -> None:

@@ -83,6 +83,8 @@ ONCE_FAILED = (
     "raise-save.check-last-manager-new",
     # A manager's error named the rank that reported it first, not the rank that failed.
     "eio-save.write:write-first-manager-new",
+    # A manager raised that rank 0 did not answer, and not that the checkpoint may exist.
+    "stop-save.commit.before-first-manager-overwrite",
 )
 """Cells that failed once, in every sample."""
 
