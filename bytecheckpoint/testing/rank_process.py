@@ -230,13 +230,17 @@ def _init_process_group(call: RankCall) -> None:
     if call.backend is None:
         return
     Path(call.store_file).parent.mkdir(parents=True, exist_ok=True)
+    store = FileStore(call.store_file, call.world_size)
     torch.distributed.init_process_group(
         call.backend,
-        store=FileStore(call.store_file, call.world_size),
+        store=store,
         rank=call.rank,
         world_size=call.world_size,
         timeout=timedelta(seconds=call.timeout_s),
     )
+    # A rank that fails at once would close its connections while others still connect, and they would fail of that.
+    store.set(f"connected-{call.rank}", "")
+    store.wait([f"connected-{rank}" for rank in range(call.world_size)], timedelta(seconds=call.timeout_s))
 
 
 def _flush() -> None:

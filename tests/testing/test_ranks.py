@@ -140,6 +140,31 @@ def test_tracebacks_of_all_failing_ranks_and_their_output(pool):
     assert pool.run(total_of_ranks, 0) == [6] * 4
 
 
+def connect_late(rank, world_size):
+    """Let the last rank still connect for a moment when the others are connected."""
+    real = dist.init_process_group
+
+    def connect(*arguments, **options):
+        real(*arguments, **options)
+        time.sleep(0.3)
+        os.environ["CONNECTED"] = str(time.monotonic())
+
+    if rank == world_size - 1:
+        dist.init_process_group = connect
+
+
+def begin(rank, world_size):
+    return time.monotonic(), float(os.environ.get("CONNECTED", 0))
+
+
+def test_no_rank_begins_before_all_are_connected():
+    """A regression: where a rank failed at once, others failed because they could not connect to it."""
+    with RankPool(2) as pool:
+        pool.run(connect_late)
+        (first, _), (_, connected) = pool.run(begin)
+        assert first >= connected > 0
+
+
 def failures_in_order(failed):
     found = re.findall(r"^--- rank (\d) (?:raised|was killed)", str(failed.value), re.MULTILINE)
     return [int(number) for number in found]
