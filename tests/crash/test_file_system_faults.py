@@ -13,6 +13,7 @@ import re
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -510,7 +511,8 @@ def test_a_stream_to_a_full_disk_raises_the_cause(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(fsspec_backend, "temporary_path", lambda path: "/dev/full")
     monkeypatch.setattr(Connection, "remove", lambda connection, path: None)
     writer = FsspecBackend(f"file://{tmp_path}").create("object", 9 << 20)
-    writer.write(0, bytes(9 << 20))
+    with suppress(StorageFullError):  # if the first part has failed before the second one begins
+        writer.write(0, bytes(9 << 20))
     for _ in range(2):
         with pytest.raises(StorageFullError, match=r"writing 'object' in .*ENOSPC"):
             writer.complete()

@@ -293,6 +293,11 @@ def test_bytes_that_were_found_damaged_are_never_referred_to_again(tmp_path: Pat
     check(tmp_path / "step-3", tensor())
 
 
+def _wait_for_housekeeping(manager: bcp.CheckpointManager) -> None:
+    """Wait for the removals that follow the saves so far, which ``wait`` leaves to the background."""
+    manager._resources.housekeeping._thread.submit(int).result()  # type: ignore[union-attr]
+
+
 # -- stores ----------------------------------------------------------------------------------------------------------
 
 
@@ -353,6 +358,7 @@ def test_a_store_that_is_down_takes_no_part_in_a_commit_in_the_tier(
     with bcp.CheckpointManager(location, save={"base": base}, preemption=None) as manager:
         manager.save(1, {"tree": {"t": value}}, force=True)
         manager.wait()
+        _wait_for_housekeeping(manager)
         value[3] = -1
         uploads = manager._session.engine.uploads
         blocked = threading.Event()
@@ -391,7 +397,7 @@ def test_space_is_bounded(tmp_path: Path, changes: str) -> None:
                     value += 1
             manager.save(step, {"tree": values}, force=True, metrics={})
             manager.wait()
-            manager._resources.housekeeping._thread.submit(int).result()  # type: ignore[union-attr]
+            _wait_for_housekeeping(manager)
             peak = max(peak, _stored(tmp_path))
     assert peak < 2 * keep * full
     for step in (22, 23, 24):
