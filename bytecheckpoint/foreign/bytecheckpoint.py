@@ -12,6 +12,7 @@ from typing import Any
 from ..checkpoint.index import Index
 from ..errors import KeyNotFoundError
 from ..format.values import UnreadObject
+from ..frameworks.optimizer_groups import same_value
 from .archives import read_archive
 from .building import IndexBuilder
 from .dcp import DcpFolder
@@ -62,40 +63,46 @@ def _add_extra_state(source: SourcePath, builder: IndexBuilder) -> int:
         return 0
     shared, own = _divide(list(trees.values()))
     values = TorchValues(builder)
-    builder.add_tree(EXTRA_SECTION, values.tree(shared))
+    builder.add_tree(EXTRA_SECTION, {} if shared is _MISSING else values.tree(shared))
     for rank, tree in zip(trees, own, strict=True):
-        if tree:
+        if tree is not _MISSING:
             builder.add_tree(EXTRA_SECTION, values.tree(tree), rank=rank)
     return max(trees) + 1
 
 
-def _divide(trees: list[Any]) -> tuple[Any, list[Any]]:
-    """Return what is equal in all trees, and the rest of each."""
-    first = trees[0]
-    if not all(type(tree) is dict for tree in trees):
-        return (first, []) if all(_equal(first, tree) for tree in trees) else ({}, trees)
-    shared: dict[Any, Any] = {}
-    own: list[dict[Any, Any]] = [{} for _ in trees]
-    for key in dict.fromkeys(key for tree in trees for key in tree):
-        found = [tree.get(key, _MISSING) for tree in trees]
-        if all(type(one) is dict for one in found):
-            shared[key], rest = _divide(found)
-            for part_of_rank, part in zip(own, rest, strict=True):
-                if part:
-                    part_of_rank[key] = part
-        elif all(_equal(found[0], one) for one in found):
-            shared[key] = found[0]
-        elif any(type(one) is TensorRef for one in found):
-            shared[key] = UnreadObject("a tensor that differs between the ranks")
-        else:
-            for part_of_rank, one in zip(own, found, strict=True):
-                if one is not _MISSING:
-                    part_of_rank[key] = one
-    return shared, own
+def _divide(found: list[Any]) -> tuple[Any, list[Any]]:
+    """Return what is equal on all ranks, and the rest of each; ``_MISSING`` for nothing."""
+    nothing = [_MISSING] * len(found)
+    if all(type(one) is dict for one in found):
+        shared: dict[Any, Any] = {}
+        own: list[dict[Any, Any]] = [{} for _ in found]
+        for key in dict.fromkeys(key for tree in found for key in tree):
+            common, rest = _divide([tree.get(key, _MISSING) for tree in found])
+            for tree, part in zip((shared, *own), (common, *rest), strict=True):
+                if part is not _MISSING:
+                    tree[key] = part
+        return shared, [tree or _MISSING for tree in own]
+    if all(_equal(found[0], one) for one in found):
+        return found[0], nothing
+    if any(map(_has_tensor, found)):
+        return UnreadObject("a tensor that differs between the ranks"), nothing
+    return _MISSING, found
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if type(one) is TensorRef and type(other) is TensorRef:
+    if type(one) is not type(other):
+        return False
+    if type(one) is TensorRef:
         is_same = (one.dtype, one.shape, one.is_whole) == (other.dtype, other.shape, other.is_whole)
         return one is other or (is_same and one.is_whole and one.storage.crc32 == other.storage.crc32 is not None)
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return same_value(one, other)
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_tensor, value.values()))
+    return any(map(_has_tensor, value)) if isinstance(value, (list, tuple)) else type(value) is TensorRef

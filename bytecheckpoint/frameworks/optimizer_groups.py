@@ -164,6 +164,6 @@ def _like(existing: Any, value: Any) -> Any:
         with torch.no_grad():
             return existing.copy_(value) if isinstance(value, torch.Tensor) else existing.fill_(value)
     if type(existing) in (list, tuple) and isinstance(value, (list, tuple)):
-        padded = (*existing, *(None for _ in value[len(existing) :]))
-        return type(existing)(_like(old, new) for old, new in zip(padded, value, strict=True))
+        known = dict(enumerate(existing))
+        return type(existing)(_like(known.get(index), item) for index, item in enumerate(value))
     return value

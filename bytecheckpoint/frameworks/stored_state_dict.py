@@ -97,7 +97,7 @@ def is_stored_state_dict(values: Mapping[Path, Any]) -> bool:
 
 def is_numbered(groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the parameters of a state dict's groups have numbers and no names."""
-    return any(type(key) is int and names_of_group(group) is None for group in groups for key in group["params"])
+    return any(names_of_group(group) is None for group in groups)
 
 
 def names_of_group(group: Mapping[str, Any]) -> list[str] | None:

@@ -7,6 +7,7 @@ a tensor that is filled in place, has None.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
@@ -137,13 +138,14 @@ class TreeBuilder:
         return (*path, key)
 
     def _sequence(self, node: Any, path: Path, *, skip: bool) -> Restore | None:
-        children = [self.visit(child, (*path, index), skip=skip) for index, child in enumerate(node)]
+        before = list(node)  # another object that is loaded may change the length of the list
+        children = [self.visit(child, (*path, index), skip=skip) for index, child in enumerate(before)]
         if not any(children):
             return None
 
         def restore(values: Values) -> Any:
-            items = [old if child is None else child(values) for child, old in zip(children, node, strict=True)]
-            if all(new is old for new, old in zip(items, node, strict=True)):
+            items = [old if child is None else child(values) for child, old in zip(children, before, strict=True)]
+            if len(items) == len(node) and all(map(operator.is_, items, node)):
                 return node
             if isinstance(node, MutableSequence):
                 node[:] = items

@@ -358,6 +358,16 @@ class Nested(torch.optim.Optimizer):
                 param.data.sub_(sum(state["history"]) * group["lr"])
 
 
+@pytest.mark.parametrize(("saved", "before"), [((0.9, 0.95), (0.5, 0.6, 0.7)), ((0.9, 0.95, 0.99), (0.5, 0.6))])
+def test_a_sequence_of_another_length_is_replaced(saved: tuple[float, ...], before: tuple[float, ...]) -> None:
+    model = Net()
+    optimizer, target = (
+        torch.optim.SGD([{"params": [*model.parameters()], "betas": betas}], lr=0.1) for betas in (saved, before)
+    )
+    load(target, {"model": model}, capture(optimizer, {"model": model}))
+    assert target.param_groups[0]["betas"] == saved
+
+
 def test_nested_state_keeps_its_structure() -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     optimizer, restored = Nested(model.parameters()), Nested(other.parameters())

@@ -548,6 +548,16 @@ def test_states_may_grow_and_shrink() -> None:
     assert faults == [("missing", "('r', 'a')"), ("missing", "r.t")]
 
 
+def test_a_list_may_grow_while_another_object_is_loaded() -> None:
+    class Log(Recorder):
+        def load_state_dict(self, state: dict[Any, Any]) -> None:
+            events.append({"resumed": 1})
+
+    events = [{"step": 0}]
+    reload({"a": Recorder({}), "b": [{"step": 1}]}, {"a": Log({}), "b": events})
+    assert events == [{"step": 1}]
+
+
 def test_tensors_of_a_state_dict_are_passed_to_load_state_dict() -> None:
     live = torch.zeros(2)
     recorder = Recorder({"lr": live})

@@ -262,6 +262,20 @@ def test_numbers_that_may_mean_other_parameters_are_refused(tmp_path: Path) -> N
     assert any("assigned to the target's in order" in note for note in report.notes)
 
 
+def test_keys_that_are_neither_numbers_nor_names_count_like_numbers(tmp_path: Path) -> None:
+    model = Net()
+    optimizer, target = optim.SGD(model.parameters(), lr=0.1), optim.SGD(model.parameters(), lr=0.9)
+    found = optimizer.state_dict()
+    found["param_groups"][0]["params"] = [(key,) for key in found["param_groups"][0]["params"]]
+    bcp.save(tmp_path / "keys", {"model": model, "optimizer": found})
+    bcp.save(tmp_path / "live", {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path / "keys", {"model": model, "optimizer": target})
+    assert target.param_groups[0]["lr"] == 0.1
+    found["param_groups"][0]["lr"] = 0.9
+    bcp.load(tmp_path / "live", {"model": model, "optimizer": found})
+    assert found["param_groups"][0]["lr"] == 0.1
+
+
 def test_groups_that_fit_in_several_ways_are_refused(tmp_path: Path) -> None:
     model, other = (nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("up", "down")}) for _ in range(2))
     optimizer = optim.Adam([{"params": model["down"].parameters()}, {"params": model["up"].parameters()}])
