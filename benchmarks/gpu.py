@@ -36,7 +36,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-NEEDED: tuple[str, ...] = ("torch", "numpy", "msgpack", "xxhash", "zstandard", "aiofiles", "typing_extensions")
+NEEDED: tuple[str, ...] = ("torch", "numpy", "msgpack", "xxhash", "zstandard", "typing_extensions")
 """What the library itself imports."""
 USEFUL = {
     "pytest": "no tests",

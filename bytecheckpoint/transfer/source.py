@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Executor
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import aiofiles
 import numpy as np
 import xxhash
 
@@ -20,13 +16,9 @@ from ..errors import CheckpointError, CorruptionError, StorageError
 from ..format.checksums import Checksums, checksum_of
 from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
-from ..storage_backends.local.backend import LocalBackend
-from ..storage_backends.posix import map_os_error
 from ..tensors.tables import Int64, ragged_positions
 
 __all__ = ["SourceFile"]
-
-_T = TypeVar("_T")
 
 _PIECE_BYTES = 1 << 20  # of the bytes around a range, which are hashed and not kept
 _MOST_PARTS = 2  # that a span may be long, so that it is read with each of its parts
@@ -83,7 +75,7 @@ class _Spans:
 
 
 class SourceFile:
-    """One file of a committed checkpoint. Used in one event loop; blocking calls run in ``executor``.
+    """One file of a committed checkpoint. Thread-safe.
 
     An encoded file is read as if it had all of its frames itself, or with ``keeps_references`` as it is.
 
@@ -94,26 +86,19 @@ class SourceFile:
     """
 
     def __init__(
-        self,
-        backend: StorageBackend,
-        manifest: Manifest,
-        file: int,
-        executor: Executor,
-        part_bytes: int,
-        *,
-        keeps_references: bool,
+        self, backend: StorageBackend, manifest: Manifest, file: int, part_bytes: int, *, keeps_references: bool
     ) -> None:
-        self._source, self._file, self._executor = StoredFiles(backend, manifest), file, executor
+        self._source, self._file = StoredFiles(backend, manifest), file
         self._part_bytes = part_bytes
         self._long_spans: dict[int, dict[int, bytes]] = {}  # the checksums of their parts, by the part's first byte
-        self._hashing = asyncio.Lock()
+        self._hashing = threading.Lock()
         self._key = manifest.files.name[file]
         self._spans = _Spans.of(manifest, file, own_only=keeps_references)
         frames, rows = manifest.files.frames, self._spans.frame
         has_references = frames is not None and bool(frames.source[rows[rows >= 0]].any())
         self._frames = frames if has_references else None
 
-    async def read(self, begin: int, view: memoryview) -> None:
+    def read(self, begin: int, view: memoryview) -> None:
         """Fill ``view`` with the file's bytes from ``begin`` on, one part.
 
         Raises ``CorruptionError`` if they, or the rest of a span that they are part of, differ from what was saved, and
@@ -125,18 +110,18 @@ class SourceFile:
         first = int(np.searchsorted(self._spans.stop, begin, side="right"))
         last = int(np.searchsorted(self._spans.start, end, side="left"))
         try:
-            await self._fill(begin, view)
+            self._fill(begin, view)
             for span in {first, last - 1}:
                 if self._spans.start[span] < begin or self._spans.stop[span] > end:
-                    await self._check_across(span, begin, view)
+                    self._check_across(span, begin, view)
         except CheckpointError:
             raise
-        except OSError as error:
-            raise await self._run(self._unreadable, begin, end, error) from error
+        except StorageError as error:
+            raise self._unreadable(begin, end, error) from error
         inside = range(first + (self._spans.start[first] < begin), last - (self._spans.stop[last - 1] > end))
-        bad = await self._run(self._find_damage, inside, begin, view)
+        bad = self._find_damage(inside, begin, view)
         if bad is not None:
-            raise await self._run(self._damage, bad)
+            raise self._damage(bad)
 
     def _find_damage(self, spans: range, begin: int, view: memoryview) -> int | None:
         """Return the first of the spans whose checksum differs; all of them are complete in ``view``."""
@@ -147,55 +132,56 @@ class SourceFile:
                 return span
         return None
 
-    async def _check_across(self, span: int, begin: int, view: memoryview) -> None:
+    def _check_across(self, span: int, begin: int, view: memoryview) -> None:
         """Check a span that is partly outside ``view``."""
         start, stop = int(self._spans.start[span]), int(self._spans.stop[span])
         low, high = max(start, begin), min(stop, begin + len(view))
         hasher, expected = xxhash.xxh3_128(), self._spans.checksum[span].item()
         if stop - start > _MOST_PARTS * self._part_bytes:
-            async with self._hashing:
+            with self._hashing:
                 if span not in self._long_spans:
-                    self._long_spans[span] = await self._hash_parts(span)
+                    self._long_spans[span] = self._hash_parts(span)
             expected = self._long_spans[span][low]
-            await self._run(hasher.update, view[low - begin : high - begin])
+            hasher.update(view[low - begin : high - begin])
         else:
-            await self._hash(start, low, hasher)
-            await self._run(hasher.update, view[low - begin : high - begin])
-            await self._hash(high, stop, hasher)
+            self._hash(start, low, hasher)
+            hasher.update(view[low - begin : high - begin])
+            self._hash(high, stop, hasher)
         if hasher.digest() != expected:
-            raise await self._run(self._damage, span)
+            raise self._damage(span)
 
-    async def _hash_parts(self, span: int) -> dict[int, bytes]:
+    def _hash_parts(self, span: int) -> dict[int, bytes]:
         """Check a span, and return the checksum of each part of it, by its first byte."""
         at, stop = int(self._spans.start[span]), int(self._spans.stop[span])
         whole, found = xxhash.xxh3_128(), dict[int, bytes]()
         while at < stop:
             end = min(stop, (at // self._part_bytes + 1) * self._part_bytes)
             part = xxhash.xxh3_128()
-            await self._hash(at, end, whole, part)
+            self._hash(at, end, whole, part)
             found[at] = part.digest()
             at = end
         if whole.digest() != self._spans.checksum[span].item():
-            raise await self._run(self._damage, span)
+            raise self._damage(span)
         return found
 
-    async def _hash(self, begin: int, end: int, *hashers: Any) -> None:
+    def _hash(self, begin: int, end: int, *hashers: Any) -> None:
         piece = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))
         while begin < end:
             piece = piece[: end - begin]
-            await self._fill(begin, piece)
+            self._fill(begin, piece)
             for hasher in hashers:
-                await self._run(hasher.update, piece)
+                hasher.update(piece)
             begin += len(piece)
 
-    async def _fill(self, begin: int, view: memoryview) -> None:
+    def _fill(self, begin: int, view: memoryview) -> None:
         for source, at, part in self._places(begin, view):
+            backend, key, _ = self._source.holder(self._file, source)
             try:
-                await self._fill_from(source, at, part)
-            except OSError as error:
+                backend.read_into(key, at, part)
+            except StorageError as error:
                 if not source:
                     raise
-                raise await self._run(self._unreadable_frame, source, at, error) from error
+                raise self._unreadable_frame(source, at, error) from error
 
     def _places(self, begin: int, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
         """Divide a range by the files that have it: a source (``FrameTable``), the first byte there, and the memory."""
@@ -220,26 +206,10 @@ class SourceFile:
             past = at - inside + int(self._spans.stop[span]) - start
         yield held[0], held[1], view[held[2] - begin :]
 
-    async def _fill_from(self, source: int, begin: int, view: memoryview) -> None:
-        backend, key, _ = await self._run(self._source.holder, self._file, source)
-        if not isinstance(backend, LocalBackend):
-            await self._run(backend.read_into, key, begin, view)
-            return
-        path = await self._run(backend.path_of, key)
-        async with aiofiles.open(path, "rb", buffering=0, opener=_open, executor=self._executor) as file:
-            await file.seek(begin)
-            while len(view):
-                count = await file.readinto(view)
-                if not count:
-                    raise StorageError(f"the file ends at byte {begin}")
-                view, begin = view[count:], begin + count
-
-    def _unreadable_frame(self, source: int, at: int, error: OSError) -> CheckpointError | StorageError:
+    def _unreadable_frame(self, source: int, at: int, error: StorageError) -> CheckpointError | StorageError:
         """Return the error for frames from byte ``at`` of another file; the first one that is missing is at
         fault."""
         assert self._frames is not None
-        if not isinstance(error, StorageError):
-            error = map_os_error(error, f"reading {self._key!r}", absent_is_missing_key=True)
         here, size = self._frames.rows(self._file), self._source.present_size(self._file, error, source=source)
         position, end = self._frames.position[here], self._frames.position[here] + self._frames.length[here]
         inside = np.flatnonzero((self._frames.source[here] == source) & (position >= at))
@@ -247,10 +217,8 @@ class SourceFile:
         place = self._source.frame_place(self._file, here.start + int((beyond if len(beyond) else inside)[0]))
         return self._source.read_error(self._file, *place, error, source=source)
 
-    def _unreadable(self, begin: int, end: int, error: OSError) -> CheckpointError | StorageError:
+    def _unreadable(self, begin: int, end: int, error: StorageError) -> CheckpointError | StorageError:
         """Return the error for a range that cannot be read, which names a tensor in it."""
-        if not isinstance(error, StorageError):
-            error = map_os_error(error, f"reading {self._key!r}", absent_is_missing_key=True)
         at = int(np.searchsorted(self._spans.stop, begin, side="right"))
         row = int(self._spans.row[at])
         if row >= 0:
@@ -275,11 +243,3 @@ class SourceFile:
         except (CheckpointError, StorageError) as error:
             return error
         return None
-
-    def _run(self, function: Callable[..., _T], *arguments: Any) -> Awaitable[_T]:
-        return asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *arguments))
-
-
-def _open(path: str, flags: int) -> int:
-    # O_NONBLOCK keeps a FIFO with a hostile name from blocking; it has no effect on regular files.
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
+from threading import Event, Lock
 
 import xxhash
 
@@ -21,8 +20,6 @@ from .journal import FileUpload, Journal
 from .source import SourceFile
 
 __all__ = ["WINDOW", "Stop", "Transfer", "TransferReport"]
-
-_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +73,7 @@ class Stop:
     """Ends transfers before they are complete, after the parts that are in flight. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._actions: list[Callable[[], None]] = []
         self.is_set = False
 
@@ -136,9 +133,9 @@ class Transfer:
         self._report = TransferReport(len(rows), sum(self._sizes[row] for row in rows))
         self._open: list[_File] = []
         self._failure: BaseException | None = None
-        self._ending = asyncio.Event()  # set when there is a failure
+        self._ending = Event()  # set when there is a failure, and by ``stop``
         self._is_stopped = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._finding, self._counting = Lock(), Lock()
         self._shown = 0  # bytes that ``progress`` has been called with
         self._next_start = 0.0
 
@@ -148,105 +145,80 @@ class Transfer:
         Raises ``CorruptionError`` if the source is damaged, and ``StorageError`` if a store fails; after either of
         them, a transfer with the same journal can continue.
         """
-        # The caller's thread may have an event loop, and must remain interruptible.
-        with Threads(1, thread_name_prefix="bcp-transfer") as alone:
-            running = alone.submit(asyncio.run, self._run())
+        while True:
             try:
-                running.result()
-            except BaseException:
-                self.stop()
-                raise
-        return self._report
+                self._copy_all()
+            except _LostUploadError as error:
+                _log.info(
+                    "%s/%s: the store has dropped the upload; beginning again", self._target.display_url, error.key
+                )
+                assert self._journal is not None
+                self._journal.forget(error.key)
+            else:
+                return self._report
 
     def stop(self) -> None:
         """Let ``run`` end after the parts that are in flight. It then raises ``StorageError``."""
         self._is_stopped = True
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._ending.set)
+        self._ending.set()
 
-    async def _run(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        # A thread for each part, which it reads, hashes and sends, and one that opens files.
-        with Threads(self._window + 1, thread_name_prefix="bcp-transfer-io") as self._executor:
-            while True:
-                try:
-                    await self._copy_all()
-                except _LostUploadError as error:
-                    _log.info(
-                        "%s/%s: the store has dropped the upload; beginning again", self._target.display_url, error.key
-                    )
-                    assert self._journal is not None
-                    self._journal.forget(error.key)
-                else:
-                    return
-
-    async def _copy_all(self) -> None:
+    def _copy_all(self) -> None:
         self._show(-self._shown)
         self._open, self._failure = [], None
         self._ending.clear()
-        parts: asyncio.Queue[tuple[_File, int] | None] = asyncio.Queue(self._window)
-        await asyncio.gather(self._guard(self._find_parts(parts)), *(self._work(parts) for _ in range(self._window)))
-        if not self._must_end:
+        if self._is_stopped:
+            self._ending.set()
+        parts = self._parts()
+        with Threads(self._window, thread_name_prefix="bcp-transfer") as threads:
+            try:
+                wait([threads.submit(self._work, parts) for _ in range(self._window)])
+            except BaseException as error:  # noqa: BLE001 - an interrupt, raised when all threads have ended
+                self._fail(error)
+        if not self._ending.is_set():
             return
         for file in self._open:
             if not file.writer.token or self._journal is None:
-                await self._call(file.writer.abort)
+                file.writer.abort()
         try:
             raise self._failure or StorageError(f"the transfer to {self._target.display_url} was stopped")
         finally:
             del self  # the traceback refers to this frame
 
-    @property
-    def _must_end(self) -> bool:
-        return self._is_stopped or self._failure is not None
+    def _fail(self, error: BaseException) -> None:
+        """Keep the first failure, or an interrupt, which ends all work."""
+        self._failure = error if self._failure is None or not isinstance(error, Exception) else self._failure
+        self._ending.set()
 
-    async def _guard(self, work: Awaitable[None]) -> None:
-        """Keep the first failure, which ends all work."""
-        try:
-            await work
-        except BaseException as error:  # noqa: BLE001 - raised when all workers have ended
-            self._failure = self._failure or error
-            self._ending.set()
+    def _parts(self) -> Iterator[tuple[_File, int]]:
+        """Yield the parts to send, by file and number."""
+        for row in self._rows:
+            file = self._begin(row)
+            if file is None:
+                continue
+            missing = sorted(file.missing)
+            if not missing:
+                self._complete(file)
+            for number in missing:
+                yield file, number
 
-    async def _find_parts(self, parts: asyncio.Queue[tuple[_File, int] | None]) -> None:
-        try:
-            for row in self._rows:
-                if self._must_end:
-                    return
-                file = await self._begin(row)
-                if file is None:
-                    continue
-                for number in sorted(file.missing):
-                    await parts.put((file, number))
-                if not file.missing:
-                    await self._complete(file)
-        finally:
-            for _ in range(self._window):
-                await parts.put(None)
-
-    async def _begin(self, row: int) -> _File | None:
+    def _begin(self, row: int) -> _File | None:
         """Open a file; None if it is stored already."""
         key, size = self._names[row], self._sizes[row]
         journal = self._journal
         if journal is not None and key in journal.stored:
-            if await self._call(self._is_stored, key, size):
+            if self._is_stored(key, size):
                 self._show(size)
                 return None
             journal.forget(key)
         known = journal.uploads.get(key) if journal is not None else None
         token = known.token if known is not None else ""
-        writer = await self._call(partial(self._target.create_parts, token=token), key, size)
+        writer = self._target.create_parts(key, size, token=token)
         if known is None or writer.token != token:
             known, token = FileUpload(size, writer.token, writer.part_bytes), ""
             if journal is not None and writer.token:
-                await self._call(journal.begin, key, known)
+                journal.begin(key, known)
         source = SourceFile(
-            self._source,
-            self._manifest,
-            row,
-            self._executor,
-            writer.part_bytes,
-            keeps_references=self._keeps_references,
+            self._source, self._manifest, row, writer.part_bytes, keeps_references=self._keeps_references
         )
         file = _File(key, size, source, writer, dict(known.tags), bool(token))
         self._open.append(file)
@@ -260,60 +232,66 @@ class Transfer:
         except KeyNotFoundError:
             return False
 
-    async def _work(self, parts: asyncio.Queue[tuple[_File, int] | None]) -> None:
+    def _work(self, parts: Iterator[tuple[_File, int]]) -> None:
         memory = bytearray()
-        while (part := await parts.get()) is not None:
-            if not self._must_end:
+        try:
+            while True:
+                with self._finding:
+                    part = None if self._ending.is_set() else next(parts, None)
+                if part is None:
+                    return
                 file, number = part
                 if len(memory) < file.length(number):
                     memory = bytearray(file.length(number))
-                await self._guard(self._copy_part(file, number, memoryview(memory)[: file.length(number)]))
+                self._copy_part(file, number, memoryview(memory)[: file.length(number)])
+        except BaseException as error:  # noqa: BLE001 - raised when all threads have ended
+            self._fail(error)
 
-    async def _copy_part(self, file: _File, number: int, view: memoryview) -> None:
-        await file.source.read(number * file.writer.part_bytes, view)
+    def _copy_part(self, file: _File, number: int, view: memoryview) -> None:
+        file.source.read(number * file.writer.part_bytes, view)
         checksum = xxhash.xxh3_64_intdigest(view)
-        await self._pace(len(view))
-        if self._must_end:
+        self._pace(len(view))
+        if self._ending.is_set():
             return
         try:
-            tag = await self._call(file.writer.put_part, number, view)
+            tag = file.writer.put_part(number, view)
         except KeyNotFoundError as error:
             raise self._lost(file, error) from error
         if self._journal is not None and file.writer.token:
-            await self._call(self._journal.add_part, file.key, number, tag, checksum)
-        file.tags[number] = tag
-        self._report.sent += len(view)
+            self._journal.add_part(file.key, number, tag, checksum)
+        with self._counting:
+            file.tags[number] = tag
+            file.missing.discard(number)
+            is_complete = not file.missing
+            self._report.sent += len(view)
         self._show(len(view))
-        file.missing.discard(number)
-        if not file.missing:
-            await self._complete(file)
+        if is_complete:
+            self._complete(file)
 
-    async def _complete(self, file: _File) -> None:
+    def _complete(self, file: _File) -> None:
         try:
-            await self._call(file.writer.complete, [file.tags[number] for number in range(file.count())])
+            file.writer.complete([file.tags[number] for number in range(file.count())])
         except KeyNotFoundError as error:
             raise self._lost(file, error) from error
         self._open.remove(file)
         if self._journal is not None:
-            await self._call(self._journal.add_stored, file.key)
+            self._journal.add_stored(file.key)
 
     def _lost(self, file: _File, error: KeyNotFoundError) -> Exception:
         return _LostUploadError(file.key) if file.is_resumed else error
 
-    async def _pace(self, nbytes: int) -> None:
+    def _pace(self, nbytes: int) -> None:
         """Wait until the rate allows another part."""
         if not self._rate:
             return
-        now = asyncio.get_running_loop().time()
-        start = max(now, self._next_start)
-        self._next_start = start + nbytes / self._rate
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._ending.wait(), start - now)
+        with self._counting:
+            now = time.monotonic()
+            start = max(now, self._next_start)
+            self._next_start = start + nbytes / self._rate
+        self._ending.wait(start - now)
 
     def _show(self, nbytes: int) -> None:
-        self._shown += nbytes
-        if nbytes:
-            self._progress(nbytes)
-
-    def _call(self, function: Callable[..., _T], *arguments: object) -> Awaitable[_T]:
-        return asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *arguments))
+        with self._counting:
+            self._shown += nbytes
+            if nbytes:
+                self._progress(nbytes)

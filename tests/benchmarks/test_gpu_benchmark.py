@@ -23,7 +23,7 @@ from bytecheckpoint.testing import time_limit
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Settings("cpu", 1 << 20, 1, "")
 
-_BARE = ("torch", "numpy", "msgpack", "xxhash", "zstandard", "aiofiles", "typing_extensions", "pytest")
+_BARE = ("torch", "numpy", "msgpack", "xxhash", "zstandard", "typing_extensions", "pytest")
 
 # Stands for a part that ends its process, and first notes what has been written until then.
 _CRASHING = """
@@ -131,7 +131,7 @@ def test_a_machine_without_what_the_library_needs(tmp_path: Path) -> None:
     python = _bare_machine(tmp_path / "bare", "numpy")
     done = _run(tmp_path, "--device", "cpu", python=python, PYTHONPATH="")
     assert done.returncode == 2
-    assert "the library needs torch, msgpack, xxhash, zstandard, aiofiles, typing_extensions" in done.stdout
+    assert "the library needs torch, msgpack, xxhash, zstandard, typing_extensions" in done.stdout
 
 
 @pytest.mark.parametrize(

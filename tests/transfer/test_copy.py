@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import time
 import uuid
 from dataclasses import replace
@@ -28,6 +29,7 @@ from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing.faults import Call, FaultRule, FaultyBackend
 from bytecheckpoint.transfer import source as transfer_source
+from bytecheckpoint.transfer import transfer
 from bytecheckpoint.transfer.copying import copy_checkpoint
 from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals
 from bytecheckpoint.transfer.transfer import Transfer, TransferReport
@@ -380,16 +382,15 @@ def test_a_torn_record_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_rate_is_limited(source: Path, memory: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part waits until the rate allows those before it."""
-    import asyncio
-
     waits: list[float] = []
 
-    async def wait_for(awaitable: Any, timeout: float) -> None:
-        awaitable.close()
-        waits.append(timeout)
-        raise TimeoutError
+    class RecordingEvent(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            waits.append(timeout)
+            return False
 
-    monkeypatch.setattr(asyncio, "wait_for", wait_for)
+    monkeypatch.setattr(transfer, "Event", RecordingEvent)
     report = copy_checkpoint(open_backend(source), memory, window=1, rate_limit=1.0)
     assert waits[0] == 0
     assert max(waits) == pytest.approx(report.size - 5000 - 41, rel=0.2)
