@@ -155,7 +155,7 @@ def test_a_change_that_passes_by_the_gate_fails_the_save(tmp_path: Path) -> None
     handle = bcp.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(gate=True))
     with torch.no_grad():
         state["model"][0].weight.add_(1)
-    with pytest.raises(StateError, match=r"changed after the call of save\(gate=True\)"):
+    with pytest.raises(StateError, match=r"changed after save\(gate=True\) was called"):
         handle.result(WAIT_S)
 
 

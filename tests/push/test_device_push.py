@@ -20,7 +20,7 @@ from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 from bytecheckpoint.errors import EngineError, StateError, UsageError
 from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.inference.push.transports import cuda_ipc as device_arena
-from bytecheckpoint.inference.push.transports.base import word_digest
+from bytecheckpoint.inference.push.transports.base import word_digests
 from bytecheckpoint.inference.push.transports.cuda_ipc import DeviceArena, attach_device
 from bytecheckpoint.inference.push.transports.shared_memory import ArenaAddress, open_arena
 from bytecheckpoint.testing import time_limit
@@ -155,7 +155,7 @@ def test_memory_stays_while_another_process_has_it_open(end: str) -> None:
     address = arena.address
     with _guest(address) as guest:
         assert guest.stdin is not None
-        assert word_digest(arena.memory[:5]) == word_digest(torch.full((5,), 7, dtype=torch.uint8))
+        assert word_digests([arena.memory[:5]]) == word_digests([torch.full((5,), 7, dtype=torch.uint8)])
         if "stopped" in end:
             os.kill(guest.pid, signal.SIGSTOP)
         arena.close()

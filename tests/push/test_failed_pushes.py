@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +38,7 @@ from bytecheckpoint.inference.push import (
     sources,
 )
 from bytecheckpoint.inference.push.sources import StateSource
+from bytecheckpoint.inference.push.transports.base import OutgoingChunk
 from bytecheckpoint.inference.push.transports.shared_memory import SharedMemoryTransport
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
@@ -100,12 +101,13 @@ def _kill_in_third_write() -> None:
     writes = 0
     write = SharedMemoryTransport.write
 
-    def dying(*args: Any) -> None:
+    def dying(transport: SharedMemoryTransport, chunks: Sequence[OutgoingChunk]) -> None:
         nonlocal writes
-        writes += 1
-        if writes == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(*args)
+        for chunk in chunks:
+            writes += 1
+            if writes == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(transport, [chunk])
 
     SharedMemoryTransport.write = dying  # type: ignore[method-assign]
 

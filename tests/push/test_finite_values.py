@@ -121,17 +121,17 @@ def _push_checked(engine: ToyEngine, version: int) -> None:
 def test_each_dtype(dtype: torch.dtype) -> None:
     box = Box.whole((300,))
     finite = torch.full((300,), torch.finfo(dtype).max, dtype=dtype)  # whose sum may overflow
-    check_finite("x", box, finite)
-    check_finite("x", box, (-finite.double()).to(dtype))
+    check_finite([("x", box, finite)])
+    check_finite([("x", box, (-finite.double()).to(dtype))])
     for value in (torch.nan, torch.inf, -torch.inf):
         tensor = torch.zeros(300)
         tensor[123] = value
         spoiled = tensor.to(dtype)
         if not spoiled.float().isfinite().all():  # e4m3fn has no infinity
             with pytest.raises(StateError, match="1 of 300 values"):
-                check_finite("x", box, spoiled)
-    check_finite("x", box, torch.full((300,), torch.iinfo(torch.int64).max))
-    check_finite("x", Box.whole((0,)), torch.empty(0, dtype=dtype))
+                check_finite([("x", box, finite), ("y", box, spoiled)])
+    check_finite([("x", box, torch.full((300,), torch.iinfo(torch.int64).max))])
+    check_finite([("x", Box.whole((0,)), torch.empty(0, dtype=dtype))])
 
 
 def test_integers_for_a_parameter_of_floats(engine: ToyEngine) -> None:

@@ -33,7 +33,7 @@ from bytecheckpoint.frameworks.digests import digest_on_device
 from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.inference.push import pusher as pusher_module
 from bytecheckpoint.inference.push.memory import STREAMED
-from bytecheckpoint.inference.push.transports.base import ChunkTarget, TransportBroken, word_digest
+from bytecheckpoint.inference.push.transports.base import OutgoingChunk, TransportBroken, word_digests
 from bytecheckpoint.inference.push.transports.group import GroupRendezvous, join_group
 from bytecheckpoint.inference.push.transports.group_transport import GroupTransport
 from bytecheckpoint.testing import time_limit
@@ -241,10 +241,9 @@ def test_both_ends_must_use_the_same_digest(engine: ToyEngine, monkeypatch: pyte
     """A worker that uses the host digest refuses a sender that uses the device digest."""
     write = GroupTransport.write
 
-    def with_device_digest(
-        self: GroupTransport, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int
-    ) -> None:
-        write(self, places, data, word_digest(data))
+    def with_device_digest(self: GroupTransport, chunks: Sequence[OutgoingChunk]) -> None:
+        digests = word_digests([chunk.data for chunk in chunks])
+        write(self, [chunk._replace(digest=digest) for chunk, digest in zip(chunks, digests, strict=True)])
 
     monkeypatch.setattr(GroupTransport, "write", with_device_digest)
     with pytest.raises(CorruptionError, match="did not arrive as it was sent"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
@@ -21,10 +21,10 @@ from bytecheckpoint.errors import BytecheckpointError, CorruptionError, Deadline
 from bytecheckpoint.inference.layouts.parts import TensorBox
 from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, Layout, Waves
 from bytecheckpoint.inference.push.memory import MemoryPolicy
-from bytecheckpoint.inference.push.transports.base import ChunkTarget, TransportBroken
+from bytecheckpoint.inference.push.transports.base import ChunkTarget, OutgoingChunk, TransportBroken
 from bytecheckpoint.inference.push.transports.ring import RingBuffer
 from bytecheckpoint.inference.push.transports.shared_memory import attach
-from bytecheckpoint.inference.push.transports.tcp import TcpTransport
+from bytecheckpoint.inference.push.transports.tcp import FRAME, TcpTransport
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.testing import time_limit
@@ -63,7 +63,7 @@ class Sender:
     def write(self, chunk: int, damage: int = 0) -> None:
         data = _bytes(chunk, self.waves.layout.sizes[chunk])
         place = ChunkTarget(0, self.waves.offset(chunk), chunk, self.waves.wave_of[chunk])
-        self.transport.write([place], data, _digest(data) ^ damage)
+        self.transport.write([OutgoingChunk([place], data, _digest(data) ^ damage)])
 
     def write_all(self, chunks: list[int]) -> None:
         for chunk in chunks:
@@ -206,6 +206,29 @@ def test_no_chunk_arrives() -> None:
             ring.drain()
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_one_write_of_more_than_there_is_room_for(shared: bool) -> None:
+    """What is before a chunk without room arrives first. The first one has two places, the second of which has none."""
+    waves = Waves(_layout([64] * 6), 2, 64)
+    places = [ChunkTarget(0, waves.offset(chunk), chunk, waves.wave_of[chunk]) for chunk in range(6)]
+    data = [_bytes(number, 64) for number in range(5)]
+    to = [places[:1] + places[2:3], places[1:2], places[3:4], places[4:5], places[5:]]
+    with _ring(waves, [1] * 6) as ring, _senders(ring, waves, 2, shared=shared) as senders:
+        chunks = [OutgoingChunk(places, one, _digest(one)) for places, one in zip(to, data, strict=True)]
+        with ThreadPoolExecutor(2) as threads:
+            writing = [
+                threads.submit(senders[0].transport.write, [chunks[0], *chunks[2:]]),
+                threads.submit(senders[1].transport.write, [chunks[1]]),
+            ]
+            for chunk, number in enumerate([0, 1, 0, 2, 3, 4]):
+                assert torch.equal(ring.get(chunk), data[number]), chunk
+                ring.release(chunk)
+            for one in writing:
+                one.result()
+            for sender in senders:
+                sender.transport.finish()
+
+
 def test_no_room_is_made() -> None:
     waves = Waves(_layout([64] * 3), 2, 64)
     with _ring(waves, [1] * 3) as ring:
@@ -221,12 +244,16 @@ def test_a_model_that_fails() -> None:
         assert "EngineError: RuntimeError: the layer does not fit" in _until_broken(sender, [0, 1, 2])
 
 
+def _announce(sender: Sender, chunk: int, data: bytes = b"") -> None:
+    sender.transport._send([FRAME.pack(chunk, len(data), 0), data])
+
+
 @pytest.mark.parametrize(
     ("announce", "text"),
     [
-        (lambda sender: sender.transport._send(3, b"", 0), "there is no chunk 3"),
-        (lambda sender: sender.transport._send(0, b"x" * 63, 0), "no chunk 0 of 63 bytes"),
-        (lambda sender: sender.transport._send(2, b"", 0), "chunk 2 of wave 2 arrived when 0 waves had been taken"),
+        (lambda sender: _announce(sender, 3), "there is no chunk 3"),
+        (lambda sender: _announce(sender, 0, b"x" * 63), "no chunk 0 of 63 bytes"),
+        (lambda sender: _announce(sender, 2), "chunk 2 of wave 2 arrived when 0 waves had been taken"),
         (lambda sender: (sender.write(0), sender.write(0)), "chunk 0 of wave 0 arrived when"),
     ],
 )
@@ -239,11 +266,11 @@ def test_a_sender_that_violates_the_protocol(announce: Callable[[Sender], object
 
 
 def test_a_device_failure_is_reported() -> None:
-    def digest(data: torch.Tensor) -> int:
+    def digests(chunks: Sequence[torch.Tensor]) -> list[int]:
         raise RuntimeError("out of memory")
 
     waves = _ring_of(_layout([100, 100]), 1000)
-    ring = RingBuffer(waves, _takes(waves.layout, [1, 1]), 10.0, digest=digest)
+    ring = RingBuffer(waves, _takes(waves.layout, [1, 1]), 10.0, digests=digests)
     with _senders(ring, waves, 1, shared=True) as (sender,):
         sender.write(0)
         with pytest.raises(EngineError, match="receiving failed: RuntimeError: out of memory"):

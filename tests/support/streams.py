@@ -16,7 +16,7 @@ from toy_engine import ToyEngine, ToyTrainee
 
 from bytecheckpoint.errors import BytecheckpointError
 from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport
-from bytecheckpoint.inference.push.transports.base import ChunkTarget, Transport
+from bytecheckpoint.inference.push.transports.base import OutgoingChunk, Transport
 from bytecheckpoint.inference.push.transports.group_transport import GroupTransport
 from bytecheckpoint.inference.push.transports.tcp import TcpTransport
 from bytecheckpoint.testing import time_limit
@@ -76,9 +76,9 @@ def watch_sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     send = TcpTransport._send
 
-    def spy(self: TcpTransport, chunk: int, data: bytes | memoryview, digest: int) -> None:
-        found.append(len(data))
-        send(self, chunk, data, digest)
+    def spy(self: TcpTransport, parts: Sequence[bytes | memoryview]) -> None:
+        found.append(sum(map(len, parts[1:])))
+        send(self, parts)
 
     monkeypatch.setattr(TcpTransport, "_send", spy)
     return found
@@ -103,12 +103,11 @@ def _pids(world_size: int) -> list[int]:
 def _third_write_goes_wrong(transport: type[Transport], fault: str) -> Iterator[None]:
     write, writes = transport.write, 0
 
-    def wrong(self: Transport, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
+    def wrong(self: Transport, chunks: Sequence[OutgoingChunk]) -> None:
         nonlocal writes
-        writes += 1
-        if writes == 3:
-            digest ^= _third(fault)
-        write(self, places, data, digest)
+        for chunk in chunks:
+            writes += 1
+            write(self, [chunk._replace(digest=chunk.digest ^ _third(fault)) if writes == 3 else chunk])
 
     transport.write = wrong  # type: ignore[method-assign]
     try:

@@ -7,7 +7,7 @@ Planning, checksums, skipping of unchanged bytes, and error messages all work on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
@@ -23,7 +23,7 @@ from ...tensors.geometry import Box
 from ..layouts.parts import TensorBox
 from .messages import pack_parts, unpack_parts
 
-__all__ = ["ALIGNMENT_BYTES", "ChunkStore", "Holding", "Layout", "Waves", "Write", "align", "cut_box"]
+__all__ = ["ALIGNMENT_BYTES", "ArrivedChunk", "ChunkStore", "Holding", "Layout", "Waves", "Write", "align", "cut_box"]
 
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element size
 
@@ -110,6 +110,14 @@ class Layout:
         return cls(tuple(unpack_parts(parts)), tuple((part, Box(*box)) for part, *box in chunks))
 
 
+class ArrivedChunk(NamedTuple):
+    """The number of a chunk, the memory in which it is, and the digest that its sender computed."""
+
+    number: int
+    place: torch.Tensor
+    digest: int
+
+
 class ChunkStore(ABC):
     """The chunks of a version while senders write them (in other threads) and the engine's loader reads them."""
 
@@ -119,8 +127,8 @@ class ChunkStore(ABC):
         ``EngineError`` for a chunk that is not allowed now."""
 
     @abstractmethod
-    def verify(self, chunk: int, place: torch.Tensor, digest: int) -> None:
-        """Accept a chunk that has arrived. Raises ``CorruptionError``."""
+    def verify(self, chunks: Sequence[ArrivedChunk]) -> None:
+        """Accept chunks that have arrived. Raises ``CorruptionError``."""
 
     def sender_failed(self, error: BytecheckpointError) -> None:  # noqa: B027 - a job notices its own sender's failure
         """A sender will deliver nothing more."""

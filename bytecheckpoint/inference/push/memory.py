@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -12,8 +13,10 @@ import xxhash
 
 from ...engine.tensor_bytes import byte_view
 from ...errors import EngineError
+from ...runtime.threads import Threads
 from .layout import ALIGNMENT_BYTES, Layout, Waves, align
 from .messages import Table
+from .transports.base import THREADS
 from .transports.shared_memory import ArenaChunks, SharedArena
 
 __all__ = [
@@ -162,7 +165,13 @@ class HeldVersion:
     def faults(self, digests: list[int]) -> list[int]:
         """Return the chunks whose bytes do not have these digests."""
         data, span = byte_view(self.memory), self.layout.span
-        return [chunk for chunk, digest in enumerate(digests) if xxhash.xxh3_64_intdigest(data[span(chunk)]) != digest]
+
+        def find(chunks: range) -> list[int]:
+            return [chunk for chunk in chunks if xxhash.xxh3_64_intdigest(data[span(chunk)]) != digests[chunk]]
+
+        with Threads(THREADS, "bcp-push-verify") as threads:
+            parts = threads.map(find, [range(first, len(digests), THREADS) for first in range(THREADS)])
+            return sorted(chain.from_iterable(parts))
 
     def copy_from(self, other: HeldVersion, chunks: list[int]) -> None:
         """Copy chunks from a version of the same layout."""

@@ -28,7 +28,7 @@ from .lifecycle import PushLifecycle
 from .memory import STREAMED, HeldVersion, MemoryPolicy, VersionStore
 from .messages import PROTOCOL, FailureResponse, Table, decode, encode, pack_parts
 from .peer_source import PeerSource
-from .transports.base import Digest, word_digest, xxh3_digest
+from .transports.base import Digests, word_digests, xxh3_digests
 from .transports.cuda_ipc import DeviceArena
 from .transports.group import GroupAddress
 from .transports.group_transport import GroupMember, GroupMemory
@@ -473,12 +473,12 @@ def _open_ring(
     """Make a ring buffer in shared memory, in memory of a group's backend, or in memory of the worker's device."""
     waves = policy.ring(version.layout)
     memory: RingMemory
-    digest: Digest = xxh3_digest
+    digests: Digests = xxh3_digests
     if message["group"]:
         memory = GroupMemory(message["group"], waves.nbytes)
-        digest = word_digest if message["group"] == "nccl" else xxh3_digest
+        digests = word_digests if message["group"] == "nccl" else xxh3_digests
     elif message["cuda_ipc"]:
-        memory, digest = DeviceArena(waves.nbytes), word_digest
+        memory, digests = DeviceArena(waves.nbytes), word_digests
     else:
         memory = SharedArena(waves.nbytes, device)
-    return RingBuffer(waves, record.copies, _PATIENCE * message["deadline_s"], memory, digest)
+    return RingBuffer(waves, record.copies, _PATIENCE * message["deadline_s"], memory, digests)

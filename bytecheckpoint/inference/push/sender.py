@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -19,14 +20,20 @@ from ...tensors.shards import torch_dtype
 from .block_quantization import QUANTIZED
 from .quantizer import Quantizer
 from .sources import PushSource
-from .transports.base import Transport, word_digest, xxh3_digest
+from .transports.base import Transport, word_digests, xxh3_digests
 from .transports.cuda_ipc import compute_device
 from .transports.group import Membership
 from .transports.shared_memory import ArenaAddress, SharedMemoryTransport
 from .transports.tcp import TcpTransport
-from .writing import ChunkFormat, Job, check_finite, unpack_writes, write_all
+from .writing import ChunkFormat, Job, check_finite, runs_of, unpack_writes, write_all
 
 __all__ = ["PushAssignment", "Sender"]
+
+
+_CHECKED_BYTES = 64 << 20  # fetched and checked at once
+# Made, hashed and delivered at once. In host memory, a chunk that the cache still holds is hashed and copied faster; a
+# device is waited for once.
+_RUN_BYTES, _DEVICE_RUN_BYTES = 4 << 20, 32 << 20
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Sender:
     def __init__(self, deadline_s: float, *, tcp_only: bool) -> None:
         self.deadline_s, self.tcp_only = deadline_s, tcp_only
         self.finite = False  # whether all values must be finite
+        self._is_checked = False  # whether those of this push are
         self.plan = self.task = b""
         self.jobs: list[Job] = []
         self.group = Membership()
@@ -63,6 +71,7 @@ class Sender:
 
     def take(self, packed: bytes) -> PushAssignment:
         """Unpack an assignment, and keep its jobs if they are new."""
+        self._is_checked = False
         plain = msgpack.unpackb(packed)
         plan, writes, task = (plain.pop(key) for key in ("plan", "writes", "task"))
         if writes is not None:
@@ -95,13 +104,19 @@ class Sender:
         if not self.finite or source.replicated:
             return
         stored = {name: meta.dtype for name, meta in source.table.rows}
-        for name, box, dtype in dict.fromkeys((job.write.name, job.write.box, job.write.dtype) for job in self.jobs):
-            if name not in stored:
-                continue  # scales, of weights that are checked
-            (elements,) = source.fetch([(name, box)])
-            # A cast may overflow, where quantizing scales.
-            is_cast = dtype != QUANTIZED and not is_lossless_cast(stored[name], dtype)
-            check_finite(name, box, elements.to(torch_dtype(BasicMeta(dtype, box.lengths))) if is_cast else elements)
+        # Scales are not stored; their weights are checked.
+        for run in runs_of([job for job in self.jobs if job.write.name in stored], attrgetter("write"), _CHECKED_BYTES):
+            writes = dict.fromkeys((job.write.name, job.write.box, job.write.dtype) for job in run)
+            fetched = source.fetch([(name, box) for name, box, _ in writes])
+            checked = []
+            for (name, box, dtype), elements in zip(writes, fetched, strict=True):
+                # A cast may overflow, where quantizing scales.
+                is_cast = dtype != QUANTIZED and not is_lossless_cast(stored[name], dtype)
+                checked.append(
+                    (name, box, elements.to(torch_dtype(BasicMeta(dtype, box.lengths))) if is_cast else elements)
+                )
+            check_finite(checked)
+        self._is_checked = True
 
     def connect(self, assignment: PushAssignment, target: int, endpoint: Any = None) -> TcpTransport:
         """Connect to the ring buffer of a target, or to the plain ``endpoint`` of its arena. Raises ``EngineError``."""
@@ -126,9 +141,10 @@ class Sender:
         on_written: Callable[[int], None],
     ) -> bytes:
         """Run the jobs like ``write_all``, and return the packed outcome."""
-        form = ChunkFormat(torch.device("cpu"), xxh3_digest, self.finite)
+        finite = self.finite and not self._is_checked
+        form = ChunkFormat(torch.device("cpu"), xxh3_digests, finite, _RUN_BYTES)
         if assignment.on_device:
-            form = ChunkFormat(compute_device(), word_digest, self.finite)
+            form = ChunkFormat(compute_device(), word_digests, finite, _DEVICE_RUN_BYTES)
         outcome = write_all(source, self.jobs, quantizer, transports, assignment.known, form, check, on_written)
         packed: bytes = msgpack.packb(outcome)
         return packed

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 import torch
@@ -18,10 +17,10 @@ from ...errors import StateError
 from ...runtime.threads import Threads
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
-from .layout import Write
+from .layout import Write, align
 from .quantizer import Quantizer, torch_dtype_of
 from .sources import PushSource
-from .transports.base import ChunkTarget, Digest, Transport
+from .transports.base import THREADS, ChunkTarget, Digests, OutgoingChunk, Transport
 from .transports.cuda_ipc import synchronize
 
 __all__ = [
@@ -33,11 +32,13 @@ __all__ = [
     "SenderResult",
     "check_finite",
     "pack_writes",
+    "runs_of",
     "unpack_writes",
     "write_all",
 ]
 
-_THREADS = min(4, len(os.sched_getaffinity(0)))
+T = TypeVar("T")
+
 _CHECK_S = 0.5
 _BATCH_BYTES = 64 << 20  # fetched at once; a checkpoint reads a batch in one request
 
@@ -59,6 +60,14 @@ class Job:
         return self.write.nbytes * len(self.places)
 
 
+class _Making(NamedTuple):
+    """A job, the elements of its box, and the digests that each of its places has already."""
+
+    job: Job
+    tensor: torch.Tensor
+    known: Sequence[Sequence[Any]]
+
+
 class SenderResult(NamedTuple):
     """What one sender did: the digests of its chunks, and the fate of each of their places."""
 
@@ -68,11 +77,13 @@ class SenderResult(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkFormat:
-    """The device on which chunks are made, their digest function, and whether their values must be finite."""
+    """The device on which chunks are made, their digest function, whether their values must be finite, and how many
+    bytes are made at once."""
 
     device: torch.device
-    digest: Digest
+    digests: Digests
     finite: bool
+    run_bytes: int
 
 
 def pack_writes(jobs: Sequence[Job]) -> bytes:
@@ -92,25 +103,29 @@ def unpack_writes(data: bytes) -> list[Job]:
     ]
 
 
-def check_finite(name: str, box: Box, tensor: torch.Tensor) -> None:
-    """Raise ``StateError`` when the tensor, which is ``box`` of the tensor of this name, has a NaN or an infinity."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return
+def check_finite(boxes: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
+    """Raise ``StateError`` for a tensor with a NaN or an infinity; each is the box of the tensor of that name."""
+    floating = [one for one in boxes if one[2].is_floating_point() and one[2].numel()]
+    # The host waits once for each device. Only a sum or a maximum that is no proof is looked at more closely.
+    for device in {tensor.device for _, _, tensor in floating}:
+        there = [one for one in floating if one[2].device == device]
+        is_proven = torch.stack([_is_surely_finite(tensor) for _, _, tensor in there]).tolist()
+        for (name, box, tensor), proven in zip(there, is_proven, strict=True):
+            wide = tensor.float() if tensor.element_size() == 1 else tensor
+            count = 0 if proven else tensor.numel() - int(wide.isfinite().sum())
+            if count:
+                raise StateError(
+                    f"{name} {box}: {count:,} of {tensor.numel():,} values are NaN or infinite, as they would be sent; "
+                    "no engine serves them. Find out why, or push them with check_finite=False"
+                )
+
+
+def _is_surely_finite(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.element_size() == 1:
         # Torch computes nothing with 8 bits. The largest exponents of e5m2, and one pattern of e4m3fn, are no numbers.
         bits = tensor.view(torch.uint8).bitwise_and(0x7F)
-        if int(bits.max()) < (0x7C if tensor.dtype == torch.float8_e5m2 else 0x7F):
-            return
-        tensor = tensor.float()
-    # One fast pass: a sum is finite only if all values are. The sum of finite ones may overflow, though.
-    elif math.isfinite(float(tensor.sum())):
-        return
-    count = int(tensor.numel() - tensor.isfinite().sum())
-    if count:
-        raise StateError(
-            f"{name} {box}: {count:,} of {tensor.numel():,} values are NaN or infinite, as they would be sent; no "
-            "engine serves them. Find out why, or push them with check_finite=False"
-        )
+        return bits.max() < (0x7C if tensor.dtype == torch.float8_e5m2 else 0x7F)
+    return tensor.sum().isfinite()  # finite only if all values are; the sum of finite ones may overflow, though
 
 
 def write_all(
@@ -137,31 +152,34 @@ def write_all(
     """
     digests: list[int] = []
     fates = bytearray()
-    writer = _Writer(transports, max((job.write.nbytes for job in jobs), default=0), quantizer, chunk_format)
+    sizes = [align(job.write.nbytes) for job in jobs]
+    longest = min(sum(sizes), max(chunk_format.run_bytes, *sizes)) if sizes else 0
+    writer = _Writer(transports, longest, quantizer, chunk_format)
     at = 0
     try:
-        with Threads(_THREADS, thread_name_prefix="bcp-push-write") as threads:
-            for batch in _batches(jobs):
+        with Threads(THREADS, thread_name_prefix="bcp-push-write") as threads:
+            for batch in runs_of(jobs, attrgetter("write"), max(_BATCH_BYTES, THREADS * chunk_format.run_bytes)):
                 check()
                 writes = [job.write for job in batch]
                 fetches = quantizer.fetches(writes)
                 fetched = source.fetch([(fetch.name, fetch.box) for fetch in fetches])
-                synchronize(fetched)  # the threads below copy on streams of their own
+                synchronize(fetched)  # the threads below use other streams than this one may
                 tensors = quantizer.elements(writes, fetches, fetched, threads)
-                held = []
-                for job in batch:
-                    held.append(known[at : at + len(job.places)])
+                making = []
+                for job, tensor in zip(batch, tensors, strict=True):
+                    making.append(_Making(job, tensor, known[at : at + len(job.places)]))
                     at += len(job.places)
-                writing = [threads.submit(writer.write, *one) for one in zip(batch, tensors, held, strict=True)]
+                runs = runs_of(making, attrgetter("job.write"), chunk_format.run_bytes)
+                writing = [(run, threads.submit(writer.write, run)) for run in runs]
                 try:
-                    for job, one in zip(batch, writing, strict=True):
+                    for run, one in writing:
                         # A write may wait for room that an engine makes only when all senders write.
                         while not wait((one,), _CHECK_S).done:
                             check()
-                        digest, kinds = one.result()
-                        digests.append(digest)
+                        found, kinds = one.result()
+                        digests += found
                         fates += kinds
-                        on_written(job.nbytes)
+                        on_written(sum(made.job.nbytes for made in run))
                 except BaseException:
                     writer.stop()
                     raise
@@ -174,13 +192,14 @@ def write_all(
 
 
 class _Writer:
-    """Runs one job at a time in each thread. The first failure interrupts the other threads, which may be waiting."""
+    """Makes and delivers one run at a time in each thread. The first failure interrupts the other threads, which may be
+    waiting."""
 
     def __init__(
         self, transports: Mapping[int, Transport], longest: int, quantizer: Quantizer, chunk_format: ChunkFormat
     ) -> None:
-        self._transports, self._longest, self._quantizer = transports, longest, quantizer
-        self._format = chunk_format
+        self._transports, self._quantizer, self._format = transports, quantizer, chunk_format
+        self._scratch_bytes = max(longest, 1)
         self._local = threading.local()
         self._failing = threading.Lock()
         self._failure: BaseException | None = None
@@ -205,9 +224,10 @@ class _Writer:
         for transport in self._transports.values():
             transport.interrupt()
 
-    def write(self, job: Job, tensor: torch.Tensor, known: Sequence[Sequence[Any]]) -> tuple[int, bytes]:
+    def write(self, run: Sequence[_Making]) -> tuple[list[int], bytes]:
+        """Make, check and deliver a run; return its digests and fates."""
         try:
-            return self._write(job, tensor, known)
+            return self._write(run)
         except BaseException as error:
             with self._failing:
                 if not self._is_stopped:
@@ -215,56 +235,84 @@ class _Writer:
             self._interrupt()
             raise
 
-    def _write(self, job: Job, tensor: torch.Tensor, known: Sequence[Sequence[Any]]) -> tuple[int, bytes]:
-        data = self._make(tensor, job.write)
+    def _write(self, run: Sequence[_Making]) -> tuple[list[int], bytes]:
+        made = self._make(run)
         if self._format.finite:
-            check_finite(job.write.name, job.write.box, data.view(torch_dtype_of(job.write)))
-        digest = self._format.digest(data)
+            check_finite(
+                [
+                    # Where values stay as they are, the device that holds them checks them.
+                    (job.write.name, job.write.box, tensor if tensor.dtype == dtype else data.view(dtype))
+                    for (job, tensor, _), data in zip(run, made, strict=True)
+                    for dtype in [torch_dtype_of(job.write)]
+                ]
+            )
+        digests = self._format.digests(made)
         fates = bytearray()
-        places: dict[Transport, list[ChunkTarget]] = {}
-        for place, (in_arena, in_served) in zip(job.places, known, strict=True):
-            if in_arena == digest:
-                fates.append(KEPT)
-            elif in_served == digest:
-                fates.append(UNCHANGED)
-            else:
-                fates.append(SENT)
-                places.setdefault(self._transports[place.target], []).append(place)
-        for transport, of_transport in places.items():
-            transport.write(of_transport, data, digest)
-        return digest, bytes(fates)
+        ready: dict[Transport, list[OutgoingChunk]] = {}
+        for (job, _, known), data, digest in zip(run, made, digests, strict=True):
+            places: dict[Transport, list[ChunkTarget]] = {}
+            for place, (in_arena, in_served) in zip(job.places, known, strict=True):
+                if in_arena == digest:
+                    fates.append(KEPT)
+                elif in_served == digest:
+                    fates.append(UNCHANGED)
+                else:
+                    fates.append(SENT)
+                    places.setdefault(self._transports[place.target], []).append(place)
+            for transport, of_transport in places.items():
+                chunk = OutgoingChunk(of_transport, data, digest)
+                if transport.has_room(of_transport):
+                    ready.setdefault(transport, []).append(chunk)
+                else:
+                    _deliver(ready)  # workers may need what is before this chunk in order to make room
+                    transport.write([chunk])
+        _deliver(ready)
+        return digests, bytes(fates)
 
-    def _make(self, tensor: torch.Tensor, write: Write) -> torch.Tensor:
-        unchanged = self._quantizer.unchanged_bytes(tensor, write, self._format.device)
-        if unchanged is not None:
-            return unchanged
-        out = self._scratch(tensor)[: write.nbytes]
-        self._quantizer.fill(out.view(torch_dtype_of(write)).view(write.box.lengths), tensor, write)
-        return out
+    def _make(self, run: Sequence[_Making]) -> list[torch.Tensor]:
+        made: list[torch.Tensor] = []
+        used = 0
+        for job, tensor, _ in run:
+            write = job.write
+            data = self._quantizer.unchanged_bytes(tensor, write, self._format.device)
+            if data is None:
+                data = self._scratch(tensor)[used : used + write.nbytes]
+                used += align(write.nbytes)
+                self._quantizer.fill(data.view(torch_dtype_of(write)).view(write.box.lengths), tensor, write)
+            made.append(data)
+        return made
 
     def _scratch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this thread's memory for a chunk of ``tensor``. A device copies into host memory that is registered
+        """Return this thread's memory for a run with ``tensor``. A device copies into host memory that is registered
         with CUDA."""
         if not hasattr(self._local, "scratch"):
             if self._format.device.type == "cpu":
-                self._local.block = Block(page_round(max(self._longest, 1)))
+                self._local.block = Block(page_round(self._scratch_bytes))
                 self._local.scratch = self._local.block.tensor
             else:
-                self._local.scratch = torch.empty(self._longest, dtype=torch.uint8, device=self._format.device)
+                self._local.scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._format.device)
         found: torch.Tensor = self._local.scratch
         if tensor.is_cuda and not found.is_cuda:
             self._local.block.pinning.try_pin(tensor.device)
         return found
 
 
-def _batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    batch: list[Job] = []
+def _deliver(ready: dict[Transport, list[OutgoingChunk]]) -> None:
+    for transport, chunks in ready.items():
+        transport.write(chunks)
+    ready.clear()
+
+
+def runs_of(items: Sequence[T], write_of: Callable[[T], Write], limit: int) -> Iterator[list[T]]:
+    """Cut ``items`` into runs of at most ``limit`` bytes, and at least one item."""
+    run: list[T] = []
     nbytes = 0
-    for job in jobs:
-        if batch and nbytes + job.write.nbytes > _BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(job)
-        nbytes += job.write.nbytes
-    if batch:
-        yield batch
+    for item in items:
+        size = align(write_of(item).nbytes)
+        if run and nbytes + size > limit:
+            yield run
+            run, nbytes = [], 0
+        run.append(item)
+        nbytes += size
+    if run:
+        yield run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,10 +14,23 @@ from ....engine.tensor_bytes import byte_view
 from ....errors import EngineError
 from ....frameworks.digests import digest_on_device
 
-__all__ = ["ChunkTarget", "Digest", "Transport", "TransportBroken", "word_digest", "xxh3_digest"]
+__all__ = [
+    "THREADS",
+    "ChunkTarget",
+    "Digests",
+    "OutgoingChunk",
+    "Transport",
+    "TransportBroken",
+    "word_digests",
+    "xxh3_digests",
+]
 
-Digest = Callable[[torch.Tensor], int]
-"""Maps contiguous bytes to an unsigned 64-bit number."""
+THREADS = min(4, len(os.sched_getaffinity(0)))
+"""How many threads of a process make, copy and hash chunks."""
+
+Digests = Callable[[Sequence[torch.Tensor]], list[int]]
+"""Maps tensors of contiguous bytes to unsigned 64-bit numbers. A device computes those of several chunks at once,
+because waiting for it takes longer than the computation."""
 
 
 class ChunkTarget(NamedTuple):
@@ -27,6 +41,14 @@ class ChunkTarget(NamedTuple):
     offset: int
     chunk: int = 0
     wave: int = 0
+
+
+class OutgoingChunk(NamedTuple):
+    """Contiguous bytes, their digest, and the places to which they go."""
+
+    places: Sequence[ChunkTarget]
+    data: torch.Tensor
+    digest: int
 
 
 class TransportBroken(EngineError):
@@ -41,9 +63,13 @@ class Transport(ABC):
     """A sender's way into the memory of one or several workers, for one push. Safe for several threads."""
 
     @abstractmethod
-    def write(self, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
-        """Deliver ``data`` (contiguous bytes with this digest) to every place. The caller may reuse ``data`` when this
-        returns."""
+    def write(self, chunks: Sequence[OutgoingChunk]) -> None:
+        """Deliver the chunks in this order, and wait for room where there is none. The caller may reuse their memory
+        when this returns."""
+
+    def has_room(self, places: Sequence[ChunkTarget]) -> bool:
+        """Whether ``write`` would deliver a chunk to these places without waiting for room."""
+        return True
 
     def finish(self) -> None:  # noqa: B027 - for transports that deliver within `write`
         """Return when all data has arrived. Raises ``DeadlineError`` or ``EngineError``."""
@@ -56,11 +82,13 @@ class Transport(ABC):
         """Release connections and mappings. Never raises."""
 
 
-def xxh3_digest(data: torch.Tensor) -> int:
-    """Return the xxh3-64 digest of bytes in host memory."""
-    return xxhash.xxh3_64_intdigest(byte_view(data))
+def xxh3_digests(chunks: Sequence[torch.Tensor]) -> list[int]:
+    """Return the xxh3-64 digests of bytes in host memory."""
+    return [xxhash.xxh3_64_intdigest(byte_view(data)) for data in chunks]
 
 
-def word_digest(data: torch.Tensor) -> int:
-    """Return ``digest_on_device`` as an unsigned number."""
-    return int(digest_on_device(data)) % (1 << 64)
+def word_digests(chunks: Sequence[torch.Tensor]) -> list[int]:
+    """Return ``digest_on_device`` of each chunk as an unsigned number."""
+    if not chunks:
+        return []
+    return [digest % (1 << 64) for digest in torch.stack([digest_on_device(data) for data in chunks]).tolist()]

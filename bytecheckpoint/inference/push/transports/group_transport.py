@@ -18,9 +18,9 @@ import torch
 import xxhash
 
 from ....errors import BytecheckpointError, EngineError
-from ..layout import Write
+from ..layout import ArrivedChunk, Write
 from ..messages import SenderLost
-from .base import ChunkTarget, Transport, TransportBroken
+from .base import ChunkTarget, OutgoingChunk, Transport, TransportBroken
 from .cuda_ipc import compute_device, synchronize
 from .group import Check, Group, GroupAddress, GroupBackend, Membership, check_backend
 from .ring import RingBuffer
@@ -74,7 +74,11 @@ class GroupTransport(Transport):
         self._changed = threading.Condition()
         self._is_interrupted = False
 
-    def write(self, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
+    def write(self, chunks: Sequence[OutgoingChunk]) -> None:
+        for chunk in chunks:
+            self._write(*chunk)
+
+    def _write(self, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
         number = self._number[places[0].target, places[0].chunk]
         with self._changed:
             self._changed.wait_for(lambda: self._next == number or self._is_interrupted)
@@ -181,5 +185,4 @@ def _receive(group: Group, rank: int, ring: RingBuffer, reception: Reception) ->
     for place in places[1:]:
         place.copy_(places[0])
     digest = int.from_bytes(bytes(label.tolist()), "big")
-    for chunk, place in zip(reception.chunks, places, strict=True):
-        ring.verify(chunk, place, digest)
+    ring.verify([ArrivedChunk(*one, digest) for one in zip(reception.chunks, places, strict=True)])

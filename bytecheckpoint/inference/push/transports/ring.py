@@ -17,9 +17,9 @@ import torch
 from ....control.connections import Endpoint
 from ....errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from ....tensors.geometry import Box
-from ..layout import ChunkStore, Waves
+from ..layout import ArrivedChunk, ChunkStore, Waves
 from ..messages import without_traceback
-from .base import Digest, xxh3_digest
+from .base import Digests, xxh3_digests
 from .cuda_ipc import synchronize
 from .shared_memory import ArenaAddress, SharedArena
 from .tcp import ChunkServer
@@ -46,7 +46,7 @@ class RingBuffer(ChunkStore):
     """A ring buffer of ``waves.nbytes``, and the server that fills it.
 
     ``copies`` are the copies that the loader is expected to make (``LoadRecord.copies``). The ring buffer owns
-    ``memory``, by default a new arena, and verifies chunks with ``digest``. ``get``, ``release`` and ``drain`` are for
+    ``memory``, by default a new arena, and verifies chunks with ``digests``. ``get``, ``release`` and ``drain`` are for
     the thread of the model: they wait at most ``deadline_s`` for the next chunk and raise ``DeadlineError``,
     ``CorruptionError`` for a damaged chunk, or ``EngineError`` when a sender ends too early.
     """
@@ -57,9 +57,9 @@ class RingBuffer(ChunkStore):
         copies: Sequence[tuple[int, Box]],
         deadline_s: float,
         memory: RingMemory | None = None,
-        digest: Digest = xxh3_digest,
+        digests: Digests = xxh3_digests,
     ) -> None:
-        self._waves, self._deadline_s, self._digest = waves, deadline_s, digest
+        self._waves, self._deadline_s, self._compute_digests = waves, deadline_s, digests
         self._uses_left = _expected_uses(waves, copies)
         # The number of reads of a vector is unknown: vLLM copies biases again while it counts elements.
         self._is_vector = [len(waves.layout.parts[part].shape) <= 1 for part, _ in waves.layout.chunks]
@@ -175,14 +175,16 @@ class RingBuffer(ChunkStore):
             self._state[chunk] = _ARRIVING
             return self._slot(chunk)
 
-    def verify(self, chunk: int, place: torch.Tensor, digest: int) -> None:
-        if self._digest(place) != digest:
-            raise CorruptionError(
-                f"{self._name_of(chunk)} did not arrive as it was sent; it was not loaded, push again"
-            )
+    def verify(self, chunks: Sequence[ArrivedChunk]) -> None:
+        for chunk, digest in zip(chunks, self._compute_digests([chunk.place for chunk in chunks]), strict=True):
+            if digest != chunk.digest:
+                raise CorruptionError(
+                    f"{self._name_of(chunk.number)} did not arrive as it was sent; it was not loaded, push again"
+                )
         with self._changed:
-            self._state[chunk], self.digests[chunk] = _ARRIVED, digest
-            self._missing[self._waves.wave_of[chunk]] -= 1
+            for number, _, digest in chunks:
+                self._state[number], self.digests[number] = _ARRIVED, digest
+                self._missing[self._waves.wave_of[number]] -= 1
             self._changed.notify_all()
 
     def _name_of(self, chunk: int) -> str:

@@ -18,8 +18,8 @@ import torch
 
 from ....engine.blocks import Pinning
 from ....errors import CorruptionError, EngineError
-from ..layout import ChunkStore, Layout
-from .base import ChunkTarget, Transport, xxh3_digest
+from ..layout import ArrivedChunk, ChunkStore, Layout
+from .base import OutgoingChunk, Transport, xxh3_digests
 
 __all__ = ["ArenaAddress", "ArenaChunks", "SharedArena", "SharedMemoryTransport", "attach", "open_arena"]
 
@@ -99,9 +99,10 @@ class ArenaChunks(ChunkStore):
             raise EngineError(f"there is no chunk {chunk} of {nbytes} bytes in this version")
         return self.get(chunk)
 
-    def verify(self, chunk: int, place: torch.Tensor, digest: int) -> None:
-        if xxh3_digest(place) != digest:
-            raise CorruptionError(f"{self._layout.name_of(chunk)} was damaged on the way")
+    def verify(self, chunks: Sequence[ArrivedChunk]) -> None:
+        for chunk, digest in zip(chunks, xxh3_digests([chunk.place for chunk in chunks]), strict=True):
+            if digest != chunk.digest:
+                raise CorruptionError(f"{self._layout.name_of(chunk.number)} was damaged on the way")
 
     def get(self, chunk: int) -> torch.Tensor:
         return self._memory[self._layout.span(chunk)]
@@ -159,9 +160,10 @@ class SharedMemoryTransport(Transport):
         memory = attach(address)
         return None if memory is None else cls(memory)
 
-    def write(self, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
-        for place in places:
-            self._memory[place.offset : place.offset + data.numel()].copy_(data)
+    def write(self, chunks: Sequence[OutgoingChunk]) -> None:
+        for places, data, _ in chunks:
+            for place in places:
+                self._memory[place.offset : place.offset + data.numel()].copy_(data)
 
     def close(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)

@@ -14,6 +14,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 
 import msgpack
 import torch
@@ -21,10 +22,10 @@ import torch
 from ....control.connections import Endpoint, at_most, receive, receive_into, send
 from ....engine.tensor_bytes import byte_view
 from ....errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
-from ..layout import ChunkStore
+from ..layout import ArrivedChunk, ChunkStore
 from ..messages import SenderLost
 from .acceptor import Acceptor, connect
-from .base import ChunkTarget, Transport, TransportBroken
+from .base import ChunkTarget, OutgoingChunk, Transport, TransportBroken
 from .cuda_ipc import OpenArena, attach_device, synchronize
 from .shared_memory import ArenaAddress, attach
 
@@ -38,6 +39,7 @@ END = (1 << 64) - 1
 _MAX_TEXT_BYTES = 1 << 16
 _MAX_TEXT = 4000  # characters
 _DRAIN_BYTES = 1 << 16
+_MOST_FRAMES = 1 << 10
 _ANY_TIME = at_most(None)
 
 
@@ -75,7 +77,7 @@ class ChunkServer(Acceptor):
             with self._sending:
                 self._senders.add(connection)
                 send(connection, self._status, self._wait)
-            while self._receive_chunk(connection):
+            while self._receive_chunks(connection):
                 pass
             with self._sending:
                 send(connection, STATUS.pack(FINISHED, 0), self._wait)
@@ -97,20 +99,35 @@ class ChunkServer(Acceptor):
             while True:
                 receive(connection, _DRAIN_BYTES, _ANY_TIME)
 
-    def _receive_chunk(self, connection: socket.socket) -> bool:
-        """Return False at the end of the stream."""
+    def _receive_chunks(self, connection: socket.socket) -> bool:
+        """Receive a chunk, or all that the sender has already announced. Return False at the end of the stream."""
         # A sender is silent while the engine loads a layer; the loader's own deadline covers a stalled sender.
-        chunk, length, digest = FRAME.unpack(receive(connection, FRAME.size, _ANY_TIME))
-        if chunk == END:
+        first = FRAME.unpack(receive(connection, FRAME.size, _ANY_TIME))
+        if first[0] == END:
             return False
-        place = self._store.claim(chunk, length)
-        if length:
-            landing = torch.empty(length, dtype=torch.uint8) if place.is_cuda else place
-            receive_into(connection, byte_view(landing), _ANY_TIME)
-            if landing is not place:
-                place.copy_(landing)
-        self._store.verify(chunk, place, digest)
+        arrived = []
+        for chunk, length, digest in [first, *([] if first[1] else _take_announcements(connection))]:
+            place = self._store.claim(chunk, length)
+            if length:
+                landing = torch.empty(length, dtype=torch.uint8) if place.is_cuda else place
+                receive_into(connection, byte_view(landing), _ANY_TIME)
+                if landing is not place:
+                    place.copy_(landing)
+            arrived.append(ArrivedChunk(chunk, place, digest))
+        self._store.verify(arrived)
         return True
+
+
+def _take_announcements(connection: socket.socket) -> list[tuple[int, int, int]]:
+    """Receive the frames that are here already, up to one that bytes follow or that ends the stream."""
+    try:
+        here = connection.recv(_MOST_FRAMES * FRAME.size, socket.MSG_PEEK)
+    except BlockingIOError:
+        return []
+    frames = FRAME.iter_unpack(here[: len(here) // FRAME.size * FRAME.size])
+    found = list(takewhile(lambda frame: frame[0] != END and not frame[1], frames))
+    receive(connection, len(found) * FRAME.size, _ANY_TIME)
+    return found
 
 
 def _as_failure(error: Exception) -> BytecheckpointError:
@@ -172,17 +189,32 @@ class TcpTransport(Transport):
         if self._device_arena is not None:
             self._memory = self._device_arena.memory
 
-    def write(self, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
-        for place in places:
-            with self._changed:
-                self._wait_until(partial(self._has_room, place.wave), "make room")
-            if self._memory is not None:
-                self._memory[place.offset : place.offset + data.numel()].copy_(data, non_blocking=True)
-                synchronize([data, self._memory])
-            self._send(place.chunk, b"" if self._memory is not None else byte_view(data.cpu()), digest)
+    def write(self, chunks: Sequence[OutgoingChunk]) -> None:
+        frames: list[bytes] = []
+        for places, data, digest in chunks:
+            for place in places:
+                self.check()
+                if not self.has_room([place]):
+                    self._announce(frames, chunks)  # the worker may need what is before it in order to make room
+                    with self._changed:
+                        self._wait_until(partial(self.has_room, [place]), "make room")
+                if self._memory is None:
+                    self._send([FRAME.pack(place.chunk, data.numel(), digest), byte_view(data.cpu())])
+                else:
+                    self._memory[place.offset : place.offset + data.numel()].copy_(data, non_blocking=True)
+                    frames.append(FRAME.pack(place.chunk, 0, digest))
+        self._announce(frames, chunks)
 
-    def _has_room(self, wave: int) -> bool:
-        return self._slots is None or wave < self._taken + self._slots
+    def _announce(self, frames: list[bytes], chunks: Sequence[OutgoingChunk]) -> None:
+        """Tell the worker what is in its memory now."""
+        if frames:
+            assert self._memory is not None
+            synchronize([self._memory, *(chunk.data for chunk in chunks)])
+            self._send([b"".join(frames)])
+            frames.clear()
+
+    def has_room(self, places: Sequence[ChunkTarget]) -> bool:
+        return self._slots is None or max(place.wave for place in places) < self._taken + self._slots
 
     def check(self) -> None:
         """Raise the failure that the worker reported, if any."""
@@ -190,7 +222,7 @@ class TcpTransport(Transport):
             raise self._broken(self._failure)
 
     def finish(self) -> None:
-        self._send(END, b"", 0)
+        self._send([FRAME.pack(END, 0, 0)])
         with self._changed:
             self._wait_until(lambda: self._is_over, "confirm what was sent")
         self._release_memory()  # a worker can free device memory only after this
@@ -210,10 +242,10 @@ class TcpTransport(Transport):
         if self._device_arena is not None:
             self._device_arena.close()
 
-    def _send(self, chunk: int, data: bytes | memoryview, digest: int) -> None:
+    def _send(self, parts: Sequence[bytes | memoryview]) -> None:
         try:
             with self._sending:
-                for part in (FRAME.pack(chunk, len(data), digest), data):
+                for part in parts:
                     send(self._connection, part, at_most(self._deadline_s))
         except TimeoutError:
             raise self._late("take bytes") from None
