@@ -660,7 +660,8 @@ class CheckpointManager:
         here = PeerIdentity.of_this_process(0)
         interval_s = self._job.lease_s / HEARTBEATS_PER_LEASE
         held.lease = Lease.acquire(backend, here, interval_s=interval_s, is_unwanted=held.finish_if_abandoned)
-        held.in_flight.guard = held.lease.check
+        if self.root.tier is None:  # with one, a save fails for reasons of this machine, and asks the store nothing
+            held.in_flight.guard = held.lease.check
         held.housekeeping = Housekeeping(
             self.root,
             self._retention,

@@ -25,7 +25,7 @@ from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint.lease import LEASE_KEY, hold_root
 from bytecheckpoint.convert.copy import remove
 from bytecheckpoint.engine.objects import OBJECTS
-from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError
+from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError, StorageFullError
 from bytecheckpoint.format.manifest import MANIFEST_KEY
 from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend, registry
@@ -371,6 +371,32 @@ def test_a_store_that_is_down_takes_no_part_in_a_commit_in_the_tier(
         blocked.set()
         manager.wait()
     check(f"{root}/step-2", value)
+
+
+def test_a_save_that_failed_in_the_tier_does_not_make_the_next_one_ask_the_store(
+    tmp_path: Path, calls: list[Call]
+) -> None:
+    """The disk of the tier is full, because the store is down: no save waits for the store in addition."""
+
+    def fill() -> None:
+        raise StorageFullError("the disk is full")
+
+    root = f"memory://{uuid.uuid4().hex}/root"
+    with bcp.CheckpointManager(bcp.Location(root, tier=bcp.Tier(tmp_path)), preemption=None) as manager:
+        blocked = threading.Event()
+        manager._begin()
+        manager._session.engine.uploads.submit(blocked.wait, WAIT_S)
+        with during("save.write", fill):
+            handle = manager.save(1, {"tree": {"t": tensor()}}, force=True)
+            assert handle is not None
+            assert isinstance(handle.exception(), StorageFullError)
+        calls.clear()
+        handle = manager.save(2, {"tree": {"t": tensor()}}, force=True)
+        assert handle is not None
+        handle.result()
+        assert [call for call in calls if call.operation == "get"] == []
+        blocked.set()
+    check(f"{root}/step-2", tensor())
 
 
 # -- space -----------------------------------------------------------------------------------------------------------
