@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, has_expired, job_mark_of, remove_attempt
@@ -112,18 +111,43 @@ class Cleaner:
     """Removes checkpoints, but none of a name into which this job is about to save, or is saving."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # held from the look at `_expected` until a checkpoint of this name is removed
-        self._expected: Counter[str] = Counter()
+        self._lock, self._removal = threading.Lock(), threading.Lock()
+        self._expected: list[str] = []
+        self._removing = ""
 
     def expect(self, name: str) -> None:
-        """Protect the folder ``name``, into which this job is about to save, until ``forget``."""
+        """Protect the folder ``name``, into which this job is about to save, until ``forget``.
+
+        Only the removal of this name is waited for: a store that is slow, or down, holds up no other save.
+        """
         with self._lock:
-            self._expected[name] += 1
+            self._expected.append(name)
+            is_removing = name == self._removing
+        if is_removing:
+            with self._removal:
+                pass
 
     def forget(self, name: str) -> None:
         """End the protection of ``name``: the save into it has failed, or is uploaded."""
         with self._lock:
-            self._expected[name] -= 1
+            self._expected.remove(name)
+
+    def is_expected(self, name: str) -> bool:
+        """Whether this job is about to save into the folder ``name``, or is saving."""
+        with self._lock:
+            return name in self._expected
+
+    @contextmanager
+    def removing(self, name: str) -> Iterator[bool]:
+        """Remove the manifest of this name in the block, unless that yields False, because the job saves there."""
+        with self._removal:
+            with self._lock:
+                is_free = name not in self._expected
+                self._removing = name if is_free else ""
+            try:
+                yield is_free
+            finally:
+                self._removing = ""
 
 
 class Housekeeping(Cleaner):
@@ -200,9 +224,8 @@ class Housekeeping(Cleaner):
         """Return what earlier jobs committed, in the order of the commits, and remove their unfinished attempts."""
         found: list[tuple[str, Committed]] = []
         for name in self._folders():
-            with self._lock:
-                if self._expected[name]:
-                    continue
+            if self.is_expected(name):
+                continue
             children = self._backend.list_children(f"{name}/")
             attempts = [child[:-1] for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")]
             manifest = None
@@ -274,9 +297,9 @@ class Housekeeping(Cleaner):
     def _remove(self, name: str) -> None:
         """Remove the manifest first, so that readers never see half a checkpoint."""
         folder = self._open(name)
-        with self._lock:
-            # A save into this folder that begins later writes its own files and its own manifest.
-            if self._expected[name]:
+        # A save into this folder that begins later writes its own files and its own manifest.
+        with self.removing(name) as is_free:
+            if not is_free:
                 return
             try:
                 manifest = read_manifest(folder)

@@ -220,8 +220,8 @@ class TierFolder(Cleaner):
             found.append((manifest.created, name, manifest.attempt))
         for _, name, attempt in sorted(found)[: -self.tier.keep]:
             folder = LocalBackend(os.path.join(self._folder.url, name))
-            with self._lock:
-                if self._expected[name] or any(True for _ in find_journals(folder.url)):
+            with self.removing(name) as is_free:
+                if not is_free or any(True for _ in find_journals(folder.url)):
                     continue
                 _log.info("removing %s, which is uploaded", folder.url)
                 self._folder.delete([f"{name}/{MANIFEST_KEY}"])

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from bytecheckpoint.errors import (
     UnsupportedVersionError,
     UsageError,
 )
-from bytecheckpoint.manager.housekeeping import Housekeeping
+from bytecheckpoint.manager.housekeeping import Cleaner, Housekeeping
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.testing import time_limit
 
@@ -484,6 +484,54 @@ def test_a_mismatch_causes_no_fallback(tmp_path: Path) -> None:
     _save_all(tmp_path, range(1, 3))
     with bcp.CheckpointManager(tmp_path) as manager, pytest.raises(MismatchError):
         manager.resume({"model": nn.Linear(7, 7)})
+
+
+# -- slow removals -------------------------------------------------------------------------------------------------
+
+
+def test_a_save_does_not_wait_for_the_removal_of_another_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removing, go_on = threading.Event(), threading.Event()
+    was_in_time: list[bool] = []
+    delete = LocalBackend.delete
+
+    def delete_slowly(self: LocalBackend, keys: Sequence[str]) -> None:
+        if "step-1/manifest.msgpack" in keys:
+            removing.set()
+            was_in_time.append(go_on.wait(time_limit(10)))
+        delete(self, keys)
+
+    monkeypatch.setattr(LocalBackend, "delete", delete_slowly)
+    with bcp.CheckpointManager(tmp_path, cadence=1, keep=1) as manager:
+        manager.save(1, _state())
+        manager.save(2, _state())
+        assert removing.wait(time_limit(60))
+        handle = manager.save(3, _state())
+        assert handle is not None
+        handle.result()
+        go_on.set()
+    assert was_in_time == [True]
+    assert _names(tmp_path) == ["step-3"]
+
+
+def test_a_save_waits_for_the_removal_of_its_own_name() -> None:
+    cleaner = Cleaner()
+    thread = threading.Thread(target=cleaner.expect, args=("step-1",))
+    with cleaner.removing("step-1") as is_free:
+        assert is_free
+        thread.start()
+        while not cleaner.is_expected("step-1"):
+            pass
+        thread.join(0.1)
+        assert thread.is_alive()
+    thread.join(time_limit(60))
+    assert not thread.is_alive()
+    with cleaner.removing("step-1") as is_free:
+        assert not is_free
+    cleaner.forget("step-1")
+    with cleaner.removing("step-1") as is_free:
+        assert is_free
 
 
 # -- other jobs ----------------------------------------------------------------------------------------------------
