@@ -24,7 +24,7 @@ from .huggingface import read_huggingface
 from .megatron import read_megatron
 from .rank_files import stored_by_ranks
 from .reindexing import Stored
-from .source_path import SourcePath, open_parent
+from .source_path import SourcePath, open_parent, read_index
 from .torch_values import read_torch_file
 
 __all__ = ["CheckpointSource"]
@@ -135,7 +135,7 @@ def _read_file(source: SourcePath) -> Index:
 
 def _read_foreign(source: SourcePath) -> Index | None:
     for read in _READERS:
-        found = read(source)
+        found = read_index(read, source)
         if found is not None:
             return found
     return None

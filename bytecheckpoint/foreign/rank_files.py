@@ -19,7 +19,7 @@ from .building import IndexBuilder, StoredBox, StoredLeaf
 from .huggingface import read_huggingface
 from .naming import MODEL_SECTION
 from .reindexing import Stored, rule_name
-from .source_path import SourcePath, read_all
+from .source_path import SourcePath, read_all, read_index
 from .torch_values import read_torch_file
 
 __all__ = ["stored_by_ranks"]
@@ -49,7 +49,7 @@ def stored_by_ranks(source: SourcePath, rules: Rules) -> Stored:
 
 def _read(source: SourcePath, file: RankFile) -> Index:
     one = SourcePath(f"{source.url}/{file.key}", source.backend, file.key)
-    found = read_huggingface(one) if file.key.endswith(".safetensors") else read_torch_file(one)
+    found = read_index(read_huggingface if file.key.endswith(".safetensors") else read_torch_file, one)
     if found is None:
         detail = "is no safetensors file, and torch.save did not write it"
         raise RuleError(f"{source.url}: {file.key} {detail}; change files", [("file", file.key, detail)])

@@ -7,14 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self, TypeVar
 
+from ..checkpoint.index import Index
 from ..checkpoint.location import Location
-from ..errors import KeyNotFoundError
+from ..errors import BytecheckpointError, FormatError, KeyNotFoundError, PlanError
 from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
 
-__all__ = ["SourcePath", "open_parent", "read_all"]
+__all__ = ["SourcePath", "open_parent", "read_all", "read_index"]
 
 _THREADS = 16  # that wait for the store
+
+_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
@@ -68,3 +71,19 @@ def read_all(read: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_F
     """Return what ``read`` returns for each item; several of them wait for the store at the same time."""
     with Threads(_THREADS, thread_name_prefix="bcp-index") as pool:
         return list(pool.map(read, items))
+
+
+def read_index(read: Callable[[SourcePath], Index | None], source: SourcePath) -> Index | None:
+    """Return what a reader of another system's files finds.
+
+    Raises ``FormatError`` also for files whose objects do not fit together as that system's do.
+    """
+    try:
+        return read(source)
+    except Exception as error:
+        is_named = isinstance(error, BytecheckpointError) and not isinstance(error, PlanError)
+        if is_named or not isinstance(error, _FAULTS):
+            raise
+        raise FormatError(
+            f"{source.url}: its objects are not those of a checkpoint of its system: {error!r:.200}"
+        ) from error

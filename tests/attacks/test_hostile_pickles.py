@@ -18,7 +18,16 @@ import pickle_mutants
 import pytest
 import sampling
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError
 from bytecheckpoint.foreign.archives import read_archive
 from bytecheckpoint.foreign.pickles import Global, Instance, explain, interpret
@@ -247,6 +256,69 @@ def test_unsupported_tensors_are_placeholders() -> None:
     assert explain(found["sparse"]) == "a sparse tensor"
     assert "meta device" in explain(found["meta"])
     assert "conjugated" in explain(found["conjugated"])
+
+
+# -- objects ----------------------------------------------------------------------------------------------------------
+
+
+def dcp_with(**changes: Any) -> dict[str, bytes]:
+    """Metadata of DCP for one tensor, with other objects in it."""
+    given = {"chunks": None, "fqn": "w", "offsets": torch.Size([0]), **changes}
+    index = MetadataIndex("w", torch.Size([0]))
+    places = {index: _StorageInfo("__0_0.distcp", 0, 9)}
+    object.__setattr__(index, "fqn", given["fqn"])  # which may have no hash
+    chunks = [ChunkStorageMetadata(given["offsets"], torch.Size([2]))] if given["chunks"] is None else given["chunks"]
+    tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2]), chunks)
+    return {".metadata": pickle.dumps(Metadata({"w": tensor}, {}, places))}
+
+
+def deepspeed_with(**changes: Any) -> dict[str, bytes]:
+    """The model file of an engine without ZeRO, with other objects in it."""
+    inner = {"state": {}, "param_groups": [{"lr": 0.1, "params": []}]}
+    document = {"module": {"w": torch.ones(2)}, "dp_world_size": 1, "optimizer": {"optimizer_state_dict": inner}}
+    return {"mp_rank_00_model_states.pt": pickle_mutants.saved({**document, **changes})}
+
+
+def file_with(value: Any) -> dict[str, bytes]:
+    return {"c.pt": pickle_mutants.saved(value)}
+
+
+class Expanded:
+    """A tensor of one stored element."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        storage = torch.storage.TypedStorage(
+            wrap_storage=torch.ones(1).untyped_storage(), dtype=torch.float32, _internal=True
+        )
+        return torch._utils._rebuild_tensor_v2, (storage, 0, self.shape, (0,) * len(self.shape), False, {})
+
+
+OBJECTS: dict[str, dict[str, bytes]] = {
+    "chunks are a number": dcp_with(chunks=5),
+    "name is a list": dcp_with(fqn=["w"]),
+    "box of other dimensions": dcp_with(offsets=torch.Size([0, 0])),
+    "names are numbers": deepspeed_with(module={5: torch.ones(2)}),
+    "masters are a number": deepspeed_with(
+        optimizer={"optimizer_state_dict": {"state": {}, "param_groups": []}, "fp32_groups": 5}
+    ),
+    "groups are bytes": file_with({"optimizer": {"state": {}, "param_groups": [b"x"]}}),
+    "params are a number": file_with({"optimizer": {"state": {}, "param_groups": [{"params": 5}]}}),
+    "10^24 elements": file_with({"model": {"w": Expanded(1 << 40, 1 << 40)}}),
+    "no element, but strides of 10^36": file_with({"model": {"w": Expanded(0, 1 << 61, 1 << 61)}}),
+}
+
+
+@pytest.mark.parametrize("files", OBJECTS.values(), ids=OBJECTS)
+def test_objects_of_other_types_are_refused(files: dict[str, bytes], tmp_path: Path) -> None:
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    path = tmp_path / "c.pt" if "c.pt" in files else tmp_path
+    with pytest.raises(FormatError, match=str(path)) as caught:
+        bcp.open(path)
+    assert len(str(caught.value)) < 1000
 
 
 # -- mutants ----------------------------------------------------------------------------------------------------------

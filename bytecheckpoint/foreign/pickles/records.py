@@ -107,6 +107,8 @@ class TensorRef:
         for number in (self.start, *self.shape, *self.strides):
             if type(number) is not int or not 0 <= number < 1 << 62:
                 raise FormatError(f"a tensor has {number!r:.100} as a length, a stride or an offset")
+        if prod(max(length, 1) for length in self.shape) * self.dtype.itemsize >= 1 << 62:  # more than torch can name
+            raise FormatError(f"a tensor has the shape {self.shape!r:.100}")
         size = self.storage.nbytes // self.dtype.itemsize
         if self.span and self.start + self.span > size:
             raise FormatError(
