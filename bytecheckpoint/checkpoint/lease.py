@@ -100,6 +100,7 @@ class Lease:
         self._version = version  # of the object that this job wrote last; empty if there is none, or it is unknown
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._is_silent = False  # the store, by the last heartbeat
         self._lost: RootInUseError | None = None
         self._thread = Threads(1, thread_name_prefix="bcp-lease")
         try:
@@ -174,25 +175,31 @@ class Lease:
         if self._lost is not None:
             raise self._lost
 
-    def close(self) -> None:
-        """Release the lease. Never raises."""
+    def close(self, *, is_silent: bool = False) -> None:
+        """Release the lease. Never raises.
+
+        If the store ``is_silent``, it expires instead: each request would wait for the whole deadline again.
+        """
         self._ended.set()
-        self._thread.shutdown(wait=True)
+        self._is_silent |= is_silent
+        self._thread.shutdown(wait=not self._is_silent)
         self._delete()
         _open_here.discard(self.job)  # from now on, a lease that could not be deleted is that of an ended job
 
     def _delete(self) -> None:
-        with self._lock:
-            try:
+        try:
+            if self._is_silent:  # a heartbeat may still wait for it
+                raise StorageError("the store does not answer")
+            with self._lock:
                 found, _ = _read(self._backend)
                 if found is not None and found.job == self.job:
                     self._backend.delete([LEASE_KEY])
-            except StorageError as error:
-                _log.warning(
-                    "%s: the lease could not be released; the next job waits until it expires: %s",
-                    self._backend.display_url,
-                    error,
-                )
+        except StorageError as error:
+            _log.warning(
+                "%s: the lease could not be released; the next job waits until it expires: %s",
+                self._backend.display_url,
+                error,
+            )
 
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(self._record.interval_s):
@@ -202,7 +209,9 @@ class Lease:
             with self._lock:
                 try:
                     self._send_heartbeat()
+                    self._is_silent = False
                 except StorageError as error:
+                    self._is_silent = error.is_late
                     _log.warning(
                         "%s: the heartbeat of the lease could not be written: %s", self._backend.display_url, error
                     )
@@ -247,10 +256,14 @@ def hold_root(root: StorageBackend, *, patience_s: float) -> Iterator[None]:
             if time.monotonic() >= give_up:
                 raise
             time.sleep(_POLL_S)
+    is_silent = False
     try:
         yield
+    except StorageError as error:
+        is_silent = error.is_late
+        raise
     finally:
-        lease.close()
+        lease.close(is_silent=is_silent)
 
 
 def is_held(root: StorageBackend) -> bool:

@@ -18,7 +18,7 @@ from typing_extensions import Buffer
 
 from bytecheckpoint.checkpoint import lease as lease_module
 from bytecheckpoint.checkpoint.attempts import attempt_name, job_mark_of, new_attempt, new_attempt_id
-from bytecheckpoint.checkpoint.lease import LEASE_KEY, Lease, LeaseRecord, is_held
+from bytecheckpoint.checkpoint.lease import LEASE_KEY, Lease, LeaseRecord, hold_root, is_held
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.errors import KeyExistsError, RootInUseError, StateError, StorageError
 from bytecheckpoint.runtime.threads import Threads
@@ -240,6 +240,44 @@ def test_a_temporary_storage_failure_does_not_end_the_lease(tmp_path: Path) -> N
     lease.check()
     lease.close()
     assert list(inner.list()) == []
+
+
+def _silence() -> StorageError:
+    error = StorageError("no reply")
+    error.is_late = True
+    return error
+
+
+def test_a_silent_store_is_not_asked_to_release_the_lease(backend: StorageBackend) -> None:
+    """Each request would wait for the whole deadline. The lease expires instead."""
+    deleted: list[str] = []
+    seen = threading.Event()
+    release = FaultRule("delete", LEASE_KEY, times=None, hook=lambda call: deleted.append(call.key))
+    beat = FaultRule("put", LEASE_KEY, nth=2, times=None, error=_silence, hook=lambda call: seen.set())
+    lease = Lease.acquire(FaultyBackend(backend, [release, beat]), HERE, interval_s=INTERVAL_S)
+    assert seen.wait(time_limit(30))
+    lease.close()
+    assert deleted == []
+    assert _read(backend).job == lease.job
+
+    with pytest.raises(StorageError, match="no reply"), hold_root(FaultyBackend(backend, [release]), patience_s=1):
+        raise _silence()
+    assert deleted == []
+    with hold_root(FaultyBackend(backend, [release]), patience_s=1):
+        pass
+    assert deleted == [LEASE_KEY]
+    assert not list(backend.list())
+
+
+def test_a_silent_store_is_not_waited_for_in_a_heartbeat(backend: StorageBackend) -> None:
+    """One that is under way when the block of a lease fails for the same reason."""
+    begun, go_on = threading.Event(), threading.Event()
+    beat = FaultRule("put", LEASE_KEY, nth=2, hook=lambda call: begun.set(), wait=go_on)
+    lease = Lease.acquire(FaultyBackend(backend, [beat]), HERE, interval_s=INTERVAL_S)
+    assert begun.wait(time_limit(30))
+    lease.close(is_silent=True)
+    assert _read(backend).beat == 1
+    go_on.set()
 
 
 class _WithoutConditions(FaultyBackend):
