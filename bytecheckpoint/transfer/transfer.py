@@ -216,7 +216,11 @@ class Transfer:
         if known is None or writer.token != token:
             known, token = FileUpload(size, writer.token, writer.part_bytes), ""
             if journal is not None and writer.token:
-                journal.begin(key, known)
+                try:
+                    journal.begin(key, known)
+                except BaseException:
+                    writer.abort()  # no later process would know of it
+                    raise
         source = SourceFile(
             self._source, self._manifest, row, writer.part_bytes, keeps_references=self._keeps_references
         )

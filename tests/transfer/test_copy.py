@@ -380,6 +380,26 @@ def test_a_torn_record_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert journal.stored == {"a", "c"}
 
 
+def test_an_upload_that_cannot_be_recorded_is_ended(
+    source: Path, memory: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later copy would find it, and the store would keep its parts."""
+    ended: list[base.PartWriter] = []
+    monkeypatch.setattr(base._PiecewiseWriter, "token", "an upload")
+    monkeypatch.setattr(base._PiecewiseWriter, "abort", lambda writer: ended.append(writer))
+    append = Journal._append
+
+    def full(journal: Journal, record: list[Any], *, durable: bool = False) -> None:
+        if record[0] == "file":
+            raise StorageError("No space left")
+        append(journal, record, durable=durable)
+
+    monkeypatch.setattr(Journal, "_append", full)
+    with pytest.raises(StorageError, match="No space left"):
+        copy_checkpoint(open_backend(source), memory)
+    assert len(ended) == 1
+
+
 def test_the_rate_is_limited(source: Path, memory: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part waits until the rate allows those before it."""
     waits: list[float] = []
