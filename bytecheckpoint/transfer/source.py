@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import xxhash
 
 from ..engine.checksums import chunk_bounds
-from ..engine.reading.stored_files import StoredFiles, read_stored_file
+from ..engine.reading.stored_files import StoredFiles, read_stored_file, source_after
 from ..errors import CheckpointError, CorruptionError, StorageError
 from ..format.checksums import Checksums, checksum_of
 from ..format.manifest import Manifest
@@ -102,10 +103,21 @@ class SourceFile:
         """Fill ``view`` with the file's bytes from ``begin`` on, one part.
 
         Raises ``CorruptionError`` if they, or the rest of a span that they are part of, differ from what was saved, and
-        ``StorageError`` if the store fails.
+        ``StorageError`` if the store fails: from the other copy too, where there is one (``source_after``).
         """
         if not len(view):
             return
+        try:
+            self._read(begin, view)
+        except (CorruptionError, StorageError) as error:
+            other = source_after(self._source.backend, error)
+            if other is None:
+                raise
+            again = copy(self)
+            again._source = StoredFiles(other, self._source.manifest)
+            again._read(begin, view)
+
+    def _read(self, begin: int, view: memoryview) -> None:
         end = begin + len(view)
         first = int(np.searchsorted(self._spans.stop, begin, side="right"))
         last = int(np.searchsorted(self._spans.start, end, side="left"))
@@ -234,7 +246,7 @@ class SourceFile:
         if row >= 0:
             return self._source.mismatch(self._file, row, begin, end)
         return self._head_error() or CorruptionError(
-            f"{self._source.backend.url}/{self._key}: bytes [{begin}, {end}) change between two reads"
+            f"{self._source.backend.url}/{self._key}: bytes [{begin}, {end}) change between two reads", key=self._key
         )
 
     def _head_error(self) -> CheckpointError | StorageError | None:

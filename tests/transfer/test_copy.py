@@ -27,6 +27,7 @@ from bytecheckpoint.errors import CommitUnknownError, CorruptionError, KeyExists
 from bytecheckpoint.storage_backends import ObjectWriter, base, open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import Call, FaultRule, FaultyBackend
 from bytecheckpoint.transfer import source as transfer_source
 from bytecheckpoint.transfer import transfer
@@ -378,6 +379,28 @@ def test_a_torn_record_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
         journal.add_stored("c")
     with Journal(str(tmp_path), head) as journal:
         assert journal.stored == {"a", "c"}
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_bytes_that_change_on_their_way_are_read_again(source: Path, memory: MemoryBackend, nth: int) -> None:
+    """Of the file's head, and of a tensor. As in a load: one wrong reply of a store does not undo a copy."""
+    faulty = FaultyBackend(open_backend(source), [FaultRule("read_into", "*model*", nth=nth, cut=100)])
+    faulty.is_remote = True
+    copy_checkpoint(faulty, memory, window=1)
+    assert contents(memory) == contents(open_backend(source))
+
+
+@pytest.mark.parametrize("at", [100, 100_000])
+def test_a_damaged_copy_in_a_tier_is_not_copied(tmp_path: Path, memory: MemoryBackend, at: int) -> None:
+    location = bcp.Location(tmp_path / "store" / "step-1", tier=bcp.Tier(tmp_path / "tier"))
+    handle = bcp.save(location, {"model": {"t": torch.arange(100_000)}}, async_save=True)
+    handle.uploaded(time_limit(60))
+    (damaged,) = (tmp_path / "tier").rglob("model*")
+    with damaged.open("r+b") as file:
+        file.seek(at)
+        file.write(b"damage")
+    copy(bcp.open(location), memory.url)
+    assert contents(memory) == contents(open_backend(location.url))
 
 
 def test_an_upload_that_cannot_be_recorded_is_ended(
