@@ -8,7 +8,7 @@ parameters. All weights change before each push. Each round measures the floors 
 are medians. Host memory replaces the network between hosts, so the figures show the cost of a push without a network.
 
 With ``--cuda``, weights are on GPUs on both sides (all workers on one GPU where there is only one): CUDA IPC next to
-the transports through host memory and a copy on the device. This has never run on a GPU.
+the transports through host memory and a copy on the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Engines that are set up for checkpoint-engine, without bytecheckpoint in their workers.
 
 Each worker reads entire tensors from memory that rank 0 shares with it (see ``relay.py``), in two buckets: the sender
-fills one while the workers load the other. The buckets on GPUs have never run on one.
+fills one while the workers load the other. The buckets on GPUs have run on one GPU.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class HostBuckets(Buckets):
 
 
 class CudaBuckets(Buckets):
-    """For workers on GPUs: buckets on each GPU, filled from pinned host memory. Never run on a GPU."""
+    """For workers on GPUs: buckets on each GPU, filled from pinned host memory."""
 
     def __init__(self, gpus: Sequence[int], nbytes: int) -> None:
         from torch.multiprocessing.reductions import reduce_tensor

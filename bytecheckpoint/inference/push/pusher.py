@@ -44,9 +44,9 @@ class Pusher:
         tcp_only: Do not use shared memory with workers on the same host.
         group: Form a process group of senders and workers with this backend, "gloo" or "nccl". A chunk that several
             workers request leaves its sender once, and its replica set broadcasts it. Weights are streamed. The nccl
-            backend has never run on a device.
+            backend has never run between devices.
         cuda_ipc: Write into the GPU memory of workers on the sender's host; other workers are reached by TCP. Weights
-            are streamed. This has never run on a device.
+            are streamed. This ran on one GPU, and never between two.
         communicator: The ranks of the job; by default those of the default process group.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Memory of a worker's GPU, shared by CUDA IPC. Never run on a GPU: only a stand-in for the device has tested it.
+"""Memory of a worker's GPU, shared by CUDA IPC. Tested on one H100; between two GPUs it has never run.
 
 Senders on the worker's host write into this memory from device to device. The IPC handle is stored in a small arena of
 host memory, which only processes of the same user can open. A process that has the device memory open holds a lock on

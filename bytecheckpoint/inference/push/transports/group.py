@@ -1,4 +1,4 @@
-"""Process groups of senders and workers, with gloo or NCCL. The NCCL backend has never run on a device.
+"""Process groups of senders and workers, with gloo or NCCL. The NCCL backend has never run between devices.
 
 A group lasts over many pushes, because forming one is slow. It consists of torch process groups that are not registered
 with ``torch.distributed``, so the groups of the job and of the engine stay untouched.
