@@ -384,7 +384,8 @@ class Checkpoint(Mapping[str, StoredTensor]):
     def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> VerifyReport:
         """Read every byte of every file and compare it with the manifest. Uses bounded memory.
 
-        Of another system's files, the ranges that have a CRC-32 are checked.
+        What a load would read again, from the store instead of the tier or from a remote store, is no fault if it is
+        right then. Of another system's files, the ranges that have a CRC-32 are checked.
 
         Args:
             progress: Called in the calling thread with the number of bytes checked since the last call.

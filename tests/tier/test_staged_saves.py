@@ -241,11 +241,13 @@ def test_damaged_ranges_are_read_from_the_store(
     assert [note for note in report.notes if "damaged" in note]
     if damage == "middle":  # the other ranges are read near
         assert report.bytes_read < 1.5 * report.bytes_requested
+    assert bcp.open(places.root.join("step-1")).verify().problems == ()
     # The same bytes, damaged in both places, are an error.
     there = places.path() / path.relative_to(places.staged())
     there.write_bytes(path.read_bytes())
     with pytest.raises((bcp.errors.CorruptionError, bcp.errors.StorageError)):
         places.load()
+    assert len(bcp.open(places.root.join("step-1")).verify().problems) == 1
 
 
 @pytest.mark.parametrize("damage", ["head", "middle", "values"])

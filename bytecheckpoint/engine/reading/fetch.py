@@ -20,7 +20,7 @@ from .bounce import BounceBuffer, BouncePool
 from .checks import ChunkCheck, CrcCheck
 from .frame_reader import FrameReader
 from .read_plan import ReadPlan
-from .stored_files import Fault, OpenFiles, StoredFiles
+from .stored_files import Fault, OpenFiles
 
 __all__ = ["Fetcher"]
 
@@ -34,7 +34,6 @@ class Fetcher:
 
     def __init__(
         self,
-        source: StoredFiles,
         plan: ReadPlan,
         files: OpenFiles,
         bounce_pool: BouncePool,
@@ -44,7 +43,7 @@ class Fetcher:
         timings: Timings,
         crc_check: CrcCheck | None = None,
     ) -> None:
-        self.source, self.plan, self.bounce_pool, self.checked = source, plan, bounce_pool, checked
+        self.source, self.plan, self.bounce_pool, self.checked = files.source, plan, bounce_pool, checked
         self.crc_check = crc_check
         self.timings = timings
         self._files, self._on_read = files, on_read

@@ -61,6 +61,10 @@ class ReadPlan:
         """Return the numbers of an extent's blocks."""
         return range(self.starts[extent], self.starts[extent + 1])
 
+    def file_of(self, extents: range) -> int:
+        """Return the file that consecutive extents are in."""
+        return self.file[self.starts[extents[0]]]
+
     def groups(self, nbytes: int) -> list[range]:
         """Return all extents in groups. A group lies in one file and spans at most ``nbytes``, or is one extent."""
         starts = [0]

@@ -116,8 +116,7 @@ class ShardReader:
         self.source.check_codecs(used)
         heads = self._heads(used)
         groups = plan.groups(size if is_remote else _EXTENTS_PER_TASK * size)
-        uses = Counter(plan.file[plan.starts[group[0]]] for group in groups)
-        files = OpenFiles(self.source, uses)
+        files = OpenFiles(self.source, Counter(plan.file_of(group) for group in groups))
 
         own_check = self.crc_check() if crc_check is None else None
         fetcher = self.fetcher(plan, files, checked=self.verify, crc_check=crc_check or own_check)
@@ -131,19 +130,10 @@ class ShardReader:
             try:
                 fetcher.fetch(group, _raise, partial(_widen, queue))
             except (CorruptionError, StorageError) as error:
-                other = self._fall_back(error)
-                if other is None:
+                again = self.fetcher_after(error, plan, group, checked=self.verify)
+                if again is None:
                     raise
-                with closing(OpenFiles(other, uses)) as files:
-                    Fetcher(
-                        other,
-                        plan,
-                        files,
-                        self.bounce_pool,
-                        checked=self.verify,
-                        on_read=self.count_read,
-                        timings=self.timings,
-                    ).fetch(group, _raise)
+                again.fetch(group, _raise)
 
         with closing(files):
             TaskQueue(self._executor, len(heads) + len(groups), task).run(
@@ -190,7 +180,6 @@ class ShardReader:
     def fetcher(self, plan: ReadPlan, files: OpenFiles, *, checked: bool, crc_check: CrcCheck | None = None) -> Fetcher:
         """Return what fetches the extents of ``plan`` from ``files``, and counts the bytes."""
         return Fetcher(
-            self.source,
             plan,
             files,
             self.bounce_pool,
@@ -199,6 +188,15 @@ class ShardReader:
             on_read=self.count_read,
             timings=self.timings,
         )
+
+    def fetcher_after(
+        self, error: CorruptionError | StorageError, plan: ReadPlan, extents: range, *, checked: bool
+    ) -> Fetcher | None:
+        """Return what fetches these extents, once, from where to read after ``error``; None if it must be raised."""
+        other = self._fall_back(error)
+        if other is None:
+            return None
+        return self.fetcher(plan, OpenFiles(other, {plan.file_of(extents): 1}), checked=checked)
 
     def _fall_back(self, error: CorruptionError | StorageError) -> StoredFiles | None:
         """Return the files to read instead, after ``error`` (see ``source_after``); None if there are none."""

@@ -211,7 +211,7 @@ class OpenFiles:
     """
 
     def __init__(self, source: StoredFiles, uses: Mapping[int, int]) -> None:
-        self._source = source
+        self.source = source
         self._uses_left = dict(uses)
         self._open: dict[int, ObjectReader] = {}
         self._lock = threading.Lock()
@@ -222,7 +222,7 @@ class OpenFiles:
         try:
             with self._lock:
                 if file not in self._open:
-                    self._open[file] = self._source.open(file, row)
+                    self._open[file] = self.source.open(file, row)
                 opened = self._open[file]
             yield opened
         finally:

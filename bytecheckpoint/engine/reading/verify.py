@@ -11,7 +11,7 @@ from functools import partial
 
 from ...errors import CheckpointError, CorruptionError, StorageError
 from .fetch import Fetcher
-from .read_plan import ReadPlan, plan_checks
+from .read_plan import plan_checks
 from .reader import ShardReader
 from .stored_files import OpenFiles, read_stored_file
 
@@ -97,7 +97,7 @@ def _tasks(reader: ShardReader) -> Iterator[_Task]:
         for group in plan.groups(_EXTENTS_PER_TASK * plan.size):
             blocks = range(plan.starts[group[0]], plan.starts[group[-1] + 1])
             nbytes = sum(plan.end[block] - plan.begin[block] for block in blocks)
-            yield _Task(file, nbytes, partial(_check_shards, fetcher, plan, group))
+            yield _Task(file, nbytes, partial(_check_shards, reader, fetcher, group))
 
 
 def _check_head(reader: ShardReader, file: int) -> _Faults:
@@ -105,18 +105,30 @@ def _check_head(reader: ShardReader, file: int) -> _Faults:
     return {}
 
 
-def _check_shards(fetcher: Fetcher, plan: ReadPlan, extents: range) -> _Faults:
+def _check_shards(reader: ShardReader, fetcher: Fetcher, extents: range) -> _Faults:
+    """Check what a load reads: where it reads again, only what is wrong then is a fault."""
     faults: _Faults = {}
+    for extent in extents:
+        found = _faults_in(fetcher, extent)
+        for error in list(found.values())[:1]:
+            again = reader.fetcher_after(error, fetcher.plan, range(extent, extent + 1), checked=True)
+            found = found if again is None else _faults_in(again, extent)
+        for row, error in found.items():
+            faults.setdefault(row, str(error))
+    return faults
+
+
+def _faults_in(fetcher: Fetcher, extent: int) -> dict[int, CorruptionError | StorageError]:
+    found: dict[int, CorruptionError | StorageError] = {}
 
     def note(row: int, error: CorruptionError) -> None:
-        faults.setdefault(row, str(error))
+        found.setdefault(row, error)
 
-    for extent in extents:
-        try:
-            fetcher.fetch(range(extent, extent + 1), note)
-        except (CheckpointError, StorageError) as error:
-            faults.setdefault(plan.row[plan.blocks(extent)[0]], str(error))
-    return faults
+    try:
+        fetcher.fetch(range(extent, extent + 1), note)
+    except (CorruptionError, StorageError) as error:
+        found.setdefault(fetcher.plan.row[fetcher.plan.blocks(extent)[0]], error)
+    return found
 
 
 def _ahead(tasks: Iterator[_Task], executor: Executor) -> Iterator[tuple[_Task, Future[_Faults]]]:
