@@ -164,9 +164,10 @@ class SaveHandle:
                 still in the tier, from where ``bcp upload`` continues.
         """
         end = None if timeout is None else time.monotonic() + timeout
+        result = self.result(timeout)
         if self._upload is not None:
-            self._upload.result(timeout)
-        return self.result(None if end is None else max(0.0, end - time.monotonic()))
+            self._upload.result(None if end is None else max(0.0, end - time.monotonic()))
+        return result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the save has ended, and return its error instead of raising it. Does not wait for an upload.

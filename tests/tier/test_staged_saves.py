@@ -551,6 +551,24 @@ def test_a_store_that_does_not_answer_is_waited_for_once(
     assert max(others) < 1
 
 
+def test_who_waits_for_the_upload_asks_for_the_outcome_of_the_save(places: Places) -> None:
+    """``close`` does not raise it again."""
+
+    def fail(name: str, event: str) -> None:
+        if (name, event) == ("save.write", "enter"):
+            raise StorageError("a broken disk")
+
+    stop = telemetry.observe(fail)
+    try:
+        with bcp.Checkpointer() as saver:
+            handle = saver.save(places.root.join("step-1"), state(1.0), async_save=True)
+            with pytest.raises(StorageError, match="a broken disk"):
+                handle.uploaded(WAIT_S)
+            assert handle.is_asked
+    finally:
+        stop()
+
+
 def test_the_rate_is_limited(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six parts, of which the first is sent at once."""
     monkeypatch.setattr(base._PiecewiseWriter, "part_bytes", 1 << 20)
