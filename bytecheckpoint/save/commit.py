@@ -73,7 +73,7 @@ class SaveCommit:
         self.manifest = b""  # once it is committed; with an upload
         self._may_exist = False  # the checkpoint
         self._is_committed = False  # by this rank
-        self._is_unknown = False  # whether it exists, because the store did not answer
+        self._is_unknown = False  # whether it exists, to a rank that has failed
         self._replaced: Manifest | None = None
         self.base: Base | None = None
         """The base of an incremental save, on rank 0."""
@@ -105,6 +105,7 @@ class SaveCommit:
         if confirmed is None:
             self.manifest = self._op.broadcast("committed", None)
             if self.manifest:
+                self._is_unknown = True  # unless it is here, too: another machine has it
                 self._replaced = adopt(self._backend, self.manifest)
             return
         assert self._plan is not None
@@ -189,14 +190,14 @@ class SaveCommit:
     def error_to_raise(self, error: BaseException) -> BaseException:
         """Return ``error``, or a ``CommitUnknownError`` if the checkpoint may exist.
 
-        That is the case if rank 0 is only late and may still commit, or if the manifest cannot be read. Call
-        ``exists_despite`` first.
+        That is the case if rank 0 is only late and may still commit, or if the manifest cannot be read here, or, with
+        a tier, not be written here. Call ``exists_despite`` first.
         """
         if not self._may_exist or self._op.rank == 0 or not (isinstance(error, DeadlineError) or self._is_unknown):
             return error
         unknown = CommitUnknownError(
-            f"{self._backend.url}: all data is written, but rank 0 did not confirm the commit: {error} Open the path "
-            f"to find out whether the checkpoint exists, or save again"
+            f"{self._backend.url}: all data is written, but this rank could not confirm the commit: {error} Open the "
+            f"path to find out whether the checkpoint exists, or save again"
         )
         unknown.__cause__ = error
         return unknown

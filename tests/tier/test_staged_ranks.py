@@ -421,7 +421,7 @@ def _save_without_adopting(rank: int, world_size: int, root: str, how: str) -> s
         try:
             manager.save(1, _state(1.0)).uploaded(WAIT_S)
         except BytecheckpointError as error:
-            return str(error)
+            return f"{type(error).__name__}, {error.may_have_committed}: {error}"
         finally:
             with suppress(BytecheckpointError):
                 manager.close()
@@ -436,7 +436,9 @@ def test_a_rank_ends_before_it_has_the_manifest(tmp_path: Path, how: str) -> Non
         if how == "kill":
             pool.run(_save_without_adopting, root, how, expect_death={1: signal.SIGKILL})
         else:
-            assert "the disk is full" in pool.run(_save_without_adopting, root, how)[1]
+            outcome = pool.run(_save_without_adopting, root, how)[1]
+            assert outcome.startswith("CommitUnknownError, True: ")
+            assert "the disk is full" in outcome
     assert (_staged(root, 0), _staged(root, 1)) == (["step-1"], [])
     [upload] = unfinished_uploads(_machine(root, 1))
     assert finish_upload(upload) is None
