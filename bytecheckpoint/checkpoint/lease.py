@@ -41,7 +41,8 @@ HEARTBEATS_PER_LEASE = 3
 _MAX_INTERVAL_S = 300.0
 _SHORT_INTERVAL_S = 1.0  # of a lease that is held for a few requests only
 _POLL_S = 0.05
-_MAX_TRIES = 16  # to acquire a lease that other jobs release at the same moments
+_PATIENCE_S = 60.0  # for leases that are held for a few requests only
+_MAX_TRIES = 16  # to create a lease that cannot be read
 
 _open_here: set[bytes] = set()  # the jobs whose leases this process acquires, or holds until they are deleted
 
@@ -59,6 +60,7 @@ class LeaseRecord:
     written: str
     run: str = ""  # torchrun's name of the job; empty if unknown
     restart: int = 0  # how often torchrun has restarted it
+    is_brief: bool = False  # held for a few requests only, which others wait for
 
     def precedes(self, other: LeaseRecord) -> bool:
         """Whether torchrun ended this holder's process before it started that of ``other``."""
@@ -117,10 +119,13 @@ class Lease:
         *,
         interval_s: float,
         is_unwanted: Callable[[], bool] = lambda: False,
+        is_brief: bool = False,
+        patience_s: float = _PATIENCE_S,
     ) -> Lease:
         """Acquire the lease of the root that ``backend`` is open on.
 
-        If another job holds it, this waits up to ``3 * interval_s`` of that job to find out whether it is alive.
+        If another job holds it, this waits up to ``3 * interval_s`` of that job to find out whether it is alive. If it
+        is, and holds it for a few requests only (``is_brief``), this waits ``patience_s`` for the release.
 
         Returns:
             The lease, whose heartbeat has begun.
@@ -131,21 +136,25 @@ class Lease:
             StorageError: The store failed.
         """
         run, restart = _torchrun_identity()
-        record = LeaseRecord(secrets.token_bytes(JOB_MARK_BYTES), here, 1, interval_s, _now(), run, restart)
+        record = LeaseRecord(secrets.token_bytes(JOB_MARK_BYTES), here, 1, interval_s, _now(), run, restart, is_brief)
         _open_here.add(record.job)  # before another thread can read it
         try:
-            return cls._acquire(backend, record, is_unwanted)
+            return cls._acquire(backend, record, is_unwanted, time.monotonic() + patience_s)
         except BaseException:
             _open_here.discard(record.job)
             raise
 
     @classmethod
-    def _acquire(cls, backend: StorageBackend, record: LeaseRecord, is_unwanted: Callable[[], bool]) -> Lease:
-        for _ in range(_MAX_TRIES):
+    def _acquire(
+        cls, backend: StorageBackend, record: LeaseRecord, is_unwanted: Callable[[], bool], give_up: float
+    ) -> Lease:
+        tries = 0
+        while tries < _MAX_TRIES:
             found, version = _read(backend)
+            tries = tries + 1 if found is None else 0
             if found is not None and found.job == record.job:  # the reply to the put was lost
                 return cls(backend, record, version, is_unwanted)
-            if found is not None and not _has_died(backend, found, record):
+            if found is not None and not _has_died(backend, found, record, give_up):
                 continue
             try:
                 version = _put(backend, record, version)
@@ -242,20 +251,10 @@ class Lease:
 def hold_root(root: StorageBackend, *, patience_s: float) -> Iterator[None]:
     """Hold the lease of a root during the block, for a few requests. Waits for others that do so ``patience_s`` long.
 
-    Raises ``RootInUseError`` if another job holds it, and ``StorageError``.
+    Raises as ``Lease.acquire``.
     """
-    here, give_up = PeerIdentity.of_this_process(0), time.monotonic() + patience_s
-    while True:
-        try:
-            found, _ = _read(root)
-            if found is not None and _is_same_process(here, found.holder) and not _has_ended(here, found):
-                raise _in_use(root, found, here)  # without waiting for its heartbeat
-            lease = Lease.acquire(root, here, interval_s=_SHORT_INTERVAL_S)
-            break
-        except RootInUseError:
-            if time.monotonic() >= give_up:
-                raise
-            time.sleep(_POLL_S)
+    here = PeerIdentity.of_this_process(0)
+    lease = Lease.acquire(root, here, interval_s=_SHORT_INTERVAL_S, is_brief=True, patience_s=patience_s)
     is_silent = False
     try:
         yield
@@ -267,9 +266,9 @@ def hold_root(root: StorageBackend, *, patience_s: float) -> Iterator[None]:
 
 
 def is_held(root: StorageBackend) -> bool:
-    """Return whether a job holds the lease of a root, unless it is known to have ended."""
+    """Return whether a job holds the lease of a root, and not for a few requests, unless it is known to have ended."""
     found, _ = _read(root)
-    return found is not None and not _has_ended(PeerIdentity.of_this_process(0), found)
+    return found is not None and not found.is_brief and not _has_ended(PeerIdentity.of_this_process(0), found)
 
 
 def check_holder(backend: StorageBackend, job: bytes) -> None:
@@ -279,21 +278,26 @@ def check_holder(backend: StorageBackend, job: bytes) -> None:
         raise RootInUseError(f"{backend.url}: {found} has taken this root over from job {job.hex()}")
 
 
-def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord) -> bool:
-    """Return whether the holder has ended; False if the lease was released in between."""
+def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord, give_up: float) -> bool:
+    """Return whether the holder has ended; False if the lease was released in between.
+
+    Raises ``RootInUseError`` if it is alive; not before ``give_up`` if it holds the lease for a few requests only.
+    """
     here = own.holder
     if found.precedes(own) or _has_ended(here, found):
         _log.info("%s: %s has ended; its lease is taken over", backend.display_url, found)
         return True
     _log.info("%s: waiting for a heartbeat of %s", backend.display_url, found)
-    give_up = time.monotonic() + HEARTBEATS_PER_LEASE * found.interval_s
-    while time.monotonic() < give_up:
-        time.sleep(found.interval_s / 4)
+    expires = time.monotonic() + HEARTBEATS_PER_LEASE * found.interval_s
+    while time.monotonic() < expires:
+        time.sleep(_POLL_S if found.is_brief else found.interval_s / 4)
         latest, _ = _read(backend)
         if latest is None:
             return False
         if (latest.job, latest.beat) != (found.job, found.beat):
-            raise _in_use(backend, latest, here)
+            if not latest.is_brief or time.monotonic() >= give_up:
+                raise _in_use(backend, latest, here)
+            found, expires = latest, time.monotonic() + HEARTBEATS_PER_LEASE * latest.interval_s
         if _has_ended(here, found):
             return True
     _log.warning(
@@ -306,7 +310,7 @@ def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord) -> 
 
 
 def _in_use(backend: StorageBackend, record: LeaseRecord, here: PeerIdentity) -> RootInUseError:
-    if _is_same_process(here, record.holder):
+    if _is_same_process(here, record.holder) and not record.is_brief:
         return RootInUseError(
             f"this process already has a CheckpointManager open on {backend.url}: close that one first "
             f"(manager.close(), or a with block), or keep using it"

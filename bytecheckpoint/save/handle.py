@@ -164,9 +164,11 @@ class SaveHandle:
                 still in the tier, from where ``bcp upload`` continues.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        result = self.result(timeout)
         if self._upload is not None:
-            self._upload.result(None if end is None else max(0.0, end - time.monotonic()))
+            self._upload.exception(timeout)  # it ends after the save, whose failure comes first
+        result = self.result(None if end is None else max(0.0, end - time.monotonic()))
+        if self._upload is not None:
+            self._upload.result()
         return result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

@@ -12,7 +12,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +228,16 @@ def test_a_save_next_to_a_job_shares_nothing(tmp_path: Path) -> None:
     assert "holds the lease" in done.remark
     assert not bcp.open(tmp_path / "other").manifest.is_shared
     check(tmp_path / "other", tensor())
+
+
+def test_a_save_that_begins_while_another_one_commits_refers_to_its_base(tmp_path: Path) -> None:
+    save(tmp_path / "step-1", tensor())
+    root = open_backend(tmp_path)
+    with ExitStack() as commit:
+        commit.enter_context(hold_root(root, patience_s=0))
+        with during("save.stage", commit.close):
+            assert save(tmp_path / "step-2", tensor()).remark == ""
+    assert references(tmp_path / "step-2")
 
 
 def test_two_removals_wait_for_each_other(tmp_path: Path) -> None:

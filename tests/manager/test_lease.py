@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,10 @@ import pytest
 from counting_backend import CountingBackend
 from typing_extensions import Buffer
 
-from bytecheckpoint.checkpoint import lease as lease_module
 from bytecheckpoint.checkpoint.attempts import attempt_name, job_mark_of, new_attempt, new_attempt_id
 from bytecheckpoint.checkpoint.lease import LEASE_KEY, Lease, LeaseRecord, hold_root, is_held
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.errors import KeyExistsError, RootInUseError, StateError, StorageError
-from bytecheckpoint.runtime.threads import Threads
 from bytecheckpoint.storage_backends import Conditions
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
@@ -58,19 +57,21 @@ def _wait_for_beat(backend: StorageBackend, beyond: int) -> None:
     raise AssertionError("no heartbeat")
 
 
-def test_no_thread_of_the_process_takes_a_lease_over_that_is_acquired_or_released(
-    backend: StorageBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_thread_of_the_process_takes_a_lease_over_that_is_acquired_or_released(backend: StorageBackend) -> None:
     """It is held from the moment that it can be read until it is deleted."""
     found: list[bool] = []
 
-    def observe(*call: object, **others: object) -> Threads:
-        found.append(is_held(backend))
-        return Threads(1)
+    class Watched(CountingBackend):
+        def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
+            version = super().put(key, data, if_absent=if_absent, if_version=if_version)
+            found.append(is_held(backend))
+            return version
 
-    monkeypatch.setattr(lease_module, "Threads", observe)
-    rule = FaultRule("delete", LEASE_KEY, hook=lambda call: found.append(is_held(backend)))
-    Lease.acquire(FaultyBackend(backend, [rule]), HERE, interval_s=INTERVAL_S).close()
+        def delete(self, keys: Sequence[str]) -> None:
+            found.append(is_held(backend))
+            super().delete(keys)
+
+    Lease.acquire(Watched(backend), HERE, interval_s=60.0).close()
     assert found == [True, True]
     assert not is_held(backend)
 
@@ -85,6 +86,35 @@ def test_a_held_lease_is_refused_until_it_is_released(backend: StorageBackend) -
     second = Lease.acquire(backend, HERE, interval_s=INTERVAL_S)
     assert second.job != first.job
     second.close()
+
+
+@pytest.mark.parametrize("here", [HERE, ELSEWHERE], ids=["here", "elsewhere"])
+def test_a_job_waits_for_those_who_need_the_root_for_a_few_requests(
+    backend: StorageBackend, here: PeerIdentity
+) -> None:
+    """Such as a removal, or a save without a manager, however long the store takes."""
+    counting, acquired = CountingBackend(backend), list[Lease]()
+    thread = threading.Thread(target=lambda: acquired.append(Lease.acquire(counting, here, interval_s=60.0)))
+    with hold_root(backend, patience_s=0):
+        thread.start()
+        while counting.count("get") < 2:  # it has found this lease
+            time.sleep(0)
+        with pytest.raises(RootInUseError, match="is in use by job"):  # after its next heartbeat
+            Lease.acquire(backend, here, interval_s=60.0, patience_s=0)
+        assert thread.is_alive()
+        assert acquired == []
+    thread.join(time_limit(60))
+    acquired[0].check()
+    acquired[0].close()
+
+
+def test_no_one_waits_for_the_end_of_a_job(backend: StorageBackend) -> None:
+    job = Lease.acquire(backend, ELSEWHERE, interval_s=0.5)
+    begun = time.monotonic()
+    with pytest.raises(RootInUseError), hold_root(backend, patience_s=3600):
+        pass
+    assert time.monotonic() - begun < time_limit(30)
+    job.close()
 
 
 def test_a_process_that_may_start_no_thread_releases_the_lease(
