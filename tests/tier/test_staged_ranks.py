@@ -265,6 +265,8 @@ def _find_where_the_store_is_silent(rank: int, world_size: int, root: str, what:
     ) as manager:
         manager.save(1, {"extra_state": {"value": 1.0}}, force=True, metrics={"loss": 1.0})
         manager.wait()
+        if (housekeeping := manager._resources.housekeeping) is not None:
+            housekeeping._thread.submit(int).result()  # it opens the store, too
         with mock.patch.object(bcp.checkpoint.location, "open_backend", opens_silent_store(_store(root), limits)):
             found = manager.latest() if what == "latest" else manager.best("loss", "min")
         assert found is not None
