@@ -51,7 +51,7 @@ from ..posix import map_os_error
 from ..remote.backend import Condition, Found, RemoteBackend
 from ..remote.failures import Failure, Meaning, OutOfRangeError, common_failure
 from ..remote.parts import Upload, part_bytes_for
-from ..remote.session import EndpointSession
+from ..remote.session import EndpointSession, Request
 from .connection import Connection, connect, flush_to_device, reject_caches, temporary_path
 
 __all__ = ["FsspecBackend", "explain"]
@@ -193,6 +193,12 @@ class FsspecBackend(RemoteBackend[EndpointSession]):
 
     async def _send_delete(self, session: EndpointSession, key: str) -> None:
         await self._call(lambda connection: connection.delete(key))
+
+    async def _delete(self, session: EndpointSession, keys: Sequence[str]) -> None:
+        await super()._delete(session, keys)
+        # Once for each directory: one is listed to find out whether it is empty.
+        request = Request(f"deleting empty directories in {self.display_url}", self.deadline_s)
+        await session.repeat(request, lambda: self._call(lambda connection: connection.remove_empty_directories(keys)))
 
     def _upload(self, session: EndpointSession, action: str, key: str, size: int) -> Upload:
         begun = call_daemon(lambda: _FsspecUpload(self._take(), key, size, self.deadline_s))

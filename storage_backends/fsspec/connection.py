@@ -9,6 +9,7 @@ import errno
 import inspect
 import os
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -150,12 +151,9 @@ class Connection:
         return any(files for _, _, files in self.fs.walk(directory))
 
     def delete(self, key: str) -> None:
-        """Delete an object, and the directories that this leaves empty."""
-        path = self.path(key)
+        """Delete an object."""
         with suppress(FileNotFoundError):
-            self.remove(path)
-        if not self.is_object_store:
-            self._remove_empty_directories(os.path.dirname(path))
+            self.remove(self.path(key))
 
     def remove(self, path: str) -> None:
         """Remove a file, if it exists."""
@@ -201,7 +199,13 @@ class Connection:
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
         raise AssertionError("not reached")
 
-    def _remove_empty_directories(self, directory: str) -> None:
+    def remove_empty_directories(self, keys: Iterable[str]) -> None:
+        """Remove the directories that the deletion of these objects leaves empty."""
+        if not self.is_object_store:
+            for directory in sorted({os.path.dirname(self.path(key)) for key in keys}, key=len, reverse=True):
+                self._remove_empty(directory)
+
+    def _remove_empty(self, directory: str) -> None:
         """Remove empty directories up to, but without, the root. One that is filled at the same time remains."""
         root = self.path("").rstrip("/")
         while directory.startswith(root + "/") and directory != root:

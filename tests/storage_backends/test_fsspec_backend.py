@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import fsspec
@@ -120,6 +120,28 @@ class TestFsspecPlainFileSystem(StorageConformance):
     @pytest.fixture
     def backend(self, tmp_path: Path) -> FsspecBackend:
         return FsspecBackend(f"bcpplain://{tmp_path}/root")
+
+
+class _CountingFileSystem(PlainFileSystem):
+    protocol = "bcpcounting"
+    listed: ClassVar[list[str]] = []
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        self.listed.append(path)
+        return super().ls(path, detail=detail, **options)
+
+
+def test_a_deletion_lists_each_directory_once(tmp_path: Path) -> None:
+    """Not once for each of its objects, which would take quadratic time."""
+    fsspec.register_implementation(_CountingFileSystem.protocol, _CountingFileSystem, clobber=True)
+    backend = FsspecBackend(f"bcpcounting://{tmp_path}/root")
+    keys = [f"{folder}/{number}" for folder in ("a", "b/c") for number in range(20)]
+    for key in keys:
+        backend.put(key, b"x")
+    _CountingFileSystem.listed.clear()
+    backend.delete(keys[1:])
+    assert len(_CountingFileSystem.listed) == 3  # a, b/c and b
+    assert [path.name for path in (tmp_path / "root").iterdir()] == ["a"]
 
 
 @pytest.mark.usefixtures("registered")
