@@ -9,7 +9,14 @@ from typing import Self, TypeVar
 
 from ..checkpoint.index import Index
 from ..checkpoint.location import Location
-from ..errors import BytecheckpointError, FormatError, KeyNotFoundError, PlanError
+from ..errors import (
+    BytecheckpointError,
+    FormatError,
+    KeyNotFoundError,
+    NameCollisionError,
+    PlanError,
+    UnserializableError,
+)
 from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
 
@@ -18,6 +25,8 @@ __all__ = ["SourcePath", "open_parent", "read_all", "read_index"]
 _THREADS = 16  # that wait for the store
 
 _FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_UNNAMED = (NameCollisionError, PlanError, UnserializableError)
+"""Errors of this library that do not name the file."""
 
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
@@ -81,9 +90,7 @@ def read_index(read: Callable[[SourcePath], Index | None], source: SourcePath) -
     try:
         return read(source)
     except Exception as error:
-        is_named = isinstance(error, BytecheckpointError) and not isinstance(error, PlanError)
+        is_named = isinstance(error, BytecheckpointError) and not isinstance(error, _UNNAMED)
         if is_named or not isinstance(error, _FAULTS):
             raise
-        raise FormatError(
-            f"{source.url}: its objects are not those of a checkpoint of its system: {error!r:.200}"
-        ) from error
+        raise FormatError(f"{source.url}: its objects are not those of a checkpoint: {error!r:.300}") from error

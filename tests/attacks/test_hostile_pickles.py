@@ -306,6 +306,9 @@ OBJECTS: dict[str, dict[str, bytes]] = {
     ),
     "groups are bytes": file_with({"optimizer": {"state": {}, "param_groups": [b"x"]}}),
     "params are a number": file_with({"optimizer": {"state": {}, "param_groups": [{"params": 5}]}}),
+    "key is NaN": file_with({"lr_scheduler": {float("nan"): 1}}),
+    "tensor below a tuple": file_with({"optimizer": {"state": {(0,): {"step": torch.ones(1)}}, "param_groups": []}}),
+    "one name twice": file_with({"model": {"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}}),
     "10^24 elements": file_with({"model": {"w": Expanded(1 << 40, 1 << 40)}}),
     "no element, but strides of 10^36": file_with({"model": {"w": Expanded(0, 1 << 61, 1 << 61)}}),
 }
