@@ -35,6 +35,7 @@ import asyncio
 import errno
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
@@ -150,7 +151,16 @@ class FsspecBackend(RemoteBackend[EndpointSession]):
     async def _send_put(
         self, session: EndpointSession, key: str, content: memoryview, condition: Condition | None
     ) -> str:
-        await self._call(lambda connection: connection.put(key, bytes(content), if_absent=condition is not None))
+        given_up = threading.Event()
+
+        def put(connection: Connection) -> None:
+            connection.put(key, bytes(content), if_absent=condition is not None, is_given_up=given_up.is_set)
+
+        try:
+            await self._call(put)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
         return ""  # fsspec does not return it
 
     async def _send_read(

@@ -9,7 +9,7 @@ import errno
 import inspect
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -78,8 +78,12 @@ class Connection:
             return path
         return path[len(root) + 1 :] if path.startswith(root + "/") else None
 
-    def put(self, key: str, content: bytes, *, if_absent: bool) -> None:
-        """Store a complete object. Raises ``FileExistsError`` if it exists and must not."""
+    def put(self, key: str, content: bytes, *, if_absent: bool, is_given_up: Callable[[], bool]) -> None:
+        """Store a complete object. Raises ``FileExistsError`` if it exists and must not.
+
+        A file that could be written only after its caller had given up (``is_given_up``) gets no name: it could replace
+        what the caller has stored since.
+        """
         path = self.path(key)
         if not self.is_object_store:
             temporary = temporary_path(path)
@@ -87,6 +91,8 @@ class Connection:
                 with self.open_file(temporary) as file:
                     file.write(content)
                     flush_to_device(file)
+                if is_given_up():
+                    raise TimeoutError("the file was written too late")
             except BaseException:
                 with suppress(Exception):
                     self.remove(temporary)

@@ -409,6 +409,27 @@ def test_parts_that_arrive_early_are_written_in_order(tmp_path: Path, monkeypatc
     assert backend.get("object") == data
 
 
+def test_a_put_that_was_given_up_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is written at last, and its caller may have stored another object under the key by then."""
+    fsspec.register_implementation("bcpslow", _SlowFileSystem, clobber=True)
+    held, free = threading.Event(), threading.Event()
+    monkeypatch.setattr(_SlowFileSystem, "go_on", held)
+    backend, others = FsspecBackend(f"bcpslow://{tmp_path}/root"), set(threading.enumerate())
+    backend.deadline_s = 0.2
+    with pytest.raises(UnansweredError):
+        backend.put("object", b"late")
+    backend.deadline_s = time_limit(30)
+    late = [thread for thread in set(threading.enumerate()) - others if thread.name == "bcp-fsspec"]
+    free.set()
+    monkeypatch.setattr(_SlowFileSystem, "go_on", free)
+    backend.put("object", b"since then")
+    held.set()
+    for thread in late:
+        thread.join(time_limit(30))
+    assert backend.get("object") == b"since then"
+    assert os.listdir(tmp_path / "root") == ["object"]
+
+
 @pytest.mark.usefixtures("registered")
 def test_an_object_that_is_not_complete_is_refused(tmp_path: Path) -> None:
     backend = FsspecBackend(f"bcpplain://{tmp_path}/root")
