@@ -156,7 +156,7 @@ def sweep(
         if not stored:
             return Swept()
         manifests = _manifests(root)
-    except (CheckpointError, StorageError) as error:
+    except (CheckpointError, StorageError, OSError) as error:
         _log.warning("%s: nothing is removed, because it is unknown what is needed: %s", root.display_url, error)
         return Swept(problem=str(error))
     named = {*needed}.union(*map(files_of, manifests))

@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from ..checkpoint.attempts import has_expired
 from ..engine.blocks import Block
 from ..engine.files import FileLayout
 from ..engine.merging.merge import MIN_MERGE_BLOCKS, MergeWork
@@ -84,8 +85,12 @@ class SharedSaves:
             self._running.pop(attempt, None)
 
     def running(self) -> dict[str, Collection[str]]:
-        """Return the saves that have not ended, and what each of them may name."""
+        """Return the saves that have not ended, and what each of them may name.
+
+        One whose outcome is unknown never ends: it counts for 24 hours.
+        """
         with self._lock:
+            self._running = {one: files for one, files in self._running.items() if not has_expired(one)}
             return dict(self._running)
 
 

@@ -12,6 +12,7 @@ than half: what is still needed of that file is written again.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,13 +30,14 @@ from ..codecs import PlainCodec
 from ..control.base import Operation
 from ..engine.checksums import chunk_bounds
 from ..engine.files import BaseChunks, FileImage, FileLayout, data_key
-from ..engine.objects import OBJECTS, attempts_of, files_of
+from ..engine.objects import OBJECTS, attempts_of, files_of, objects_next_to
 from ..engine.reading.stored_files import damaged_files
 from ..errors import CheckpointError, StorageError, UsageError
 from ..format.checksums import checksum_column, checksum_of
 from ..format.manifest import MANIFEST_KEY, MANIFEST_TRAILER, Manifest, ReferenceTable, encoded_head
 from ..storage_backends import folder_name, open_like, parent_url
 from ..storage_backends.base import StorageBackend
+from ..storage_backends.local.backend import LocalBackend
 from ..tensors.tables import ragged_positions
 from .engine import LastCommit, SharedSaves
 from .options import AUTO, SaveRequest
@@ -177,6 +179,8 @@ def find_base(
         return Choice(False, remark="the path has no parent folder, whose objects it could share")
     if folder_name(path) == OBJECTS:
         raise UsageError(f"{path.display_url} is where incremental checkpoints keep their files; use another name")
+    if options.tier is None and not _is_writable(path):
+        return Choice(False, remark="the root, or its folder of objects, belongs to somebody else")
     named = None if options.base == AUTO else _named_base(path, str(options.base))
     last = saves.begin(attempt)
     if options.tier is not None:
@@ -229,6 +233,15 @@ def share_base(op: Operation, choice: Choice | None) -> tuple[BaseShare | None, 
     is_shared, share, remark = msgpack.unpackb(op.scatter("base", messages))
     files = {name: described for name, *described in msgpack.unpackb(share)} if share else {}
     return (BaseShare(files) if is_shared else None), remark
+
+
+def _is_writable(path: StorageBackend) -> bool:
+    """Whether this process may add to the root and its objects, as far as that is known before it does."""
+    objects = objects_next_to(path)
+    if not isinstance(objects, LocalBackend):
+        return True
+    folders = (os.path.dirname(objects.url), objects.url)
+    return all(os.access(folder, os.W_OK | os.X_OK) for folder in folders if os.path.isdir(folder))
 
 
 def _named_base(path: StorageBackend, url: str) -> StorageBackend:

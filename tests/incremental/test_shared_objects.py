@@ -8,25 +8,35 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from small_mounts import tiny_disk
 from sorted_arguments import saving
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
+from bytecheckpoint.checkpoint import sweep
+from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt
 from bytecheckpoint.checkpoint.lease import LEASE_KEY, hold_root
 from bytecheckpoint.convert.copy import remove
 from bytecheckpoint.engine.objects import OBJECTS
 from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError, StorageFullError
 from bytecheckpoint.format.manifest import MANIFEST_KEY
+from bytecheckpoint.save.engine import SharedSaves
 from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend, registry
 from bytecheckpoint.storage_backends.base import StorageBackend
@@ -199,6 +209,24 @@ def test_a_sweep_that_cannot_read_a_manifest_removes_nothing_and_says_so(
     assert objects(tmp_path) == before
     manifest.write_bytes(intact)
     check(tmp_path / "step-2", tensor())
+
+
+def test_a_root_that_cannot_be_listed_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    save(tmp_path / "step-1", tensor())
+    monkeypatch.setattr(sweep, "os", SimpleNamespace(scandir=refuse))
+    assert "Permission denied" in remove(str(tmp_path / "step-1")).problem
+    assert objects(tmp_path)
+
+
+def test_a_save_of_unknown_outcome_counts_as_running_for_a_day() -> None:
+    saves, now = SharedSaves(), new_attempt()
+    before = attempt_name(bytes(1) + int(time.time() - 25 * 3600).to_bytes(7, "big") + bytes(8))
+    for attempt in (before, now):
+        saves.begin(attempt)
+    assert [*saves.running()] == [now]
 
 
 # -- the lease -----------------------------------------------------------------------------------------------------
@@ -388,7 +416,7 @@ def test_a_save_that_failed_in_the_tier_does_not_make_the_next_one_ask_the_store
 ) -> None:
     """The disk of the tier is full, because the store is down: no save waits for the store in addition."""
 
-    def fill() -> None:
+    def refuse() -> None:
         raise StorageFullError("the disk is full")
 
     root = f"memory://{uuid.uuid4().hex}/root"
@@ -396,7 +424,7 @@ def test_a_save_that_failed_in_the_tier_does_not_make_the_next_one_ask_the_store
         blocked = threading.Event()
         manager._begin()
         manager._session.engine.uploads.submit(blocked.wait, WAIT_S)
-        with during("save.write", fill):
+        with during("save.write", refuse):
             handle = manager.save(1, {"tree": {"t": tensor()}}, force=True)
             assert handle is not None
             assert isinstance(handle.exception(), StorageFullError)
@@ -407,6 +435,108 @@ def test_a_save_that_failed_in_the_tier_does_not_make_the_next_one_ask_the_store
         assert [call for call in calls if call.operation == "get"] == []
         blocked.set()
     check(f"{root}/step-2", tensor())
+
+
+def test_a_signal_to_leave_while_the_store_is_silent_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last save is committed in the tier, from where the next job resumes and uploads it."""
+    answers, committed = threading.Event(), list[bool]()
+    answers.set()
+    rule = FaultRule(times=None, wait=answers, wait_limit=WAIT_S)
+    real = registry._open
+
+    def opened(text: str, options: dict[str, Any]) -> StorageBackend:
+        backend = real(text, options)
+        return FaultyBackend(backend, [rule]) if text.startswith("memory:") else backend
+
+    def answer_once_it_is_committed() -> None:
+        end = time.monotonic() + WAIT_S / 2
+        while not (found := [*tmp_path.rglob(f"step-2/{MANIFEST_KEY}")]) and time.monotonic() < end:
+            time.sleep(0)
+        committed.append(bool(found))
+        answers.set()
+
+    def train() -> None:
+        with bcp.CheckpointManager(location, save={"base": "auto"}) as manager:
+            manager.save(1, {"tree": {"t": value}}, force=True)
+            manager.wait()
+            answers.clear()
+            value[3] = -1
+            thread.start()
+            os.kill(os.getpid(), signal.SIGTERM)
+            manager.save(2, {"tree": {"t": value}})
+
+    monkeypatch.setattr(registry, "_open", opened)
+    location, value = bcp.Location(f"memory://{uuid.uuid4().hex}/root", tier=bcp.Tier(tmp_path)), tensor()
+    thread = threading.Thread(target=answer_once_it_is_committed)
+    with pytest.raises(SystemExit):
+        train()
+    thread.join(WAIT_S)
+    assert committed == [True]
+    with bcp.CheckpointManager(location, preemption=None) as manager:
+        manager.resume({"tree": {"t": (resumed := torch.zeros_like(value))}})
+    assert torch.equal(resumed, value)
+    check(location.url + "/step-2", value)
+
+
+# -- other users, and full disks -------------------------------------------------------------------------------------
+
+
+def test_a_base_of_another_user() -> None:
+    """Its files can be referred to. If the user may add nothing to the objects, the save is like any other."""
+    script = f"""
+import os, sys
+import torch
+import bytecheckpoint as bcp
+os.setgid(65534)
+os.setuid(65534)
+options = {{"base": "auto", "chunk_size": {CHUNK}}}
+for root in sys.argv[1:]:
+    done = bcp.save(root + "/step-2", {{"tree": {{"t": torch.arange({FULL // 8})}}}}, options=options).result()
+    print(done.bytes_written < {FULL}, bcp.open(done.url).verify().ok, done.remark)
+"""
+    if os.getuid() != 0:
+        pytest.skip("needs the right to become another user")
+    with tempfile.TemporaryDirectory() as folder:  # other runs of pytest close the folder above tmp_path
+        roots = [Path(folder, "shared"), Path(folder, "own")]
+        for root in roots:
+            save(root / "step-1", tensor())
+            root.chmod(0o777)
+        (roots[0] / OBJECTS).chmod(0o777)
+        os.chmod(folder, 0o755)
+        done = subprocess.run(
+            [sys.executable, "-c", script, *roots], capture_output=True, text=True, timeout=time_limit(120)
+        )
+    assert done.returncode == 0, done.stderr
+    expected = ["True True ", "False True the root, or its folder of objects, belongs to somebody else"]
+    assert done.stdout.splitlines() == expected
+
+
+def fill(disk: Path) -> None:
+    with open(disk / "other", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A save leaves what is there, and a removal makes room."""
+    with tiny_disk(tmp_path / "disk", 1 << 20) as root:
+        save(root / "step-1", tensor() + 1)
+        save(root / "step-2", tensor())
+        with pytest.raises(OSError, match="No space left"):
+            fill(root)
+        with pytest.raises(StorageFullError):
+            save(root / "step-3", tensor() + 3)
+        assert not (root / "step-3").exists()
+        check(root / "step-2", tensor())
+        assert remove(str(root / "step-1")).problem == ""
+        check(root / "step-2", tensor())
+        assert len(objects(root)) == 1
+        changed = tensor()
+        changed[3] = -1
+        assert save(root / "step-3", changed).bytes_written < FULL
+        check(root / "step-3", changed)
 
 
 # -- space -----------------------------------------------------------------------------------------------------------
