@@ -268,6 +268,8 @@ class Checkpointer:
         """
 
         def make_request() -> LoadRequest:
+            if isinstance(path, Checkpoint) and storage_options:
+                raise UsageError("storage_options do not apply to an open Checkpoint")
             return LoadRequest.of(
                 options,
                 source=path if isinstance(path, Checkpoint) else Location.of(path, storage_options),
@@ -277,8 +279,6 @@ class Checkpointer:
                 cast=cast,
             )
 
-        if isinstance(path, Checkpoint) and storage_options:
-            raise UsageError("storage_options do not apply to an open Checkpoint")
         return self._session.load(make_request, state, deadline_s=deadline_of(options))
 
     def open(

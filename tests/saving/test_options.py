@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import DisagreementError, UsageError
+from bytecheckpoint.errors import BytecheckpointError, DisagreementError, UsageError
 from bytecheckpoint.testing import RankPool, time_limit
 
 KINDS: tuple[Any, ...] = (bcp.SaveOptions, bcp.LoadOptions, bcp.JobOptions)
@@ -75,6 +75,9 @@ def _load_open_checkpoints(rank: int, world_size: int, root: str) -> list[float]
     bcp.load(bcp.open(f"{root}/1"), {"extra_state": {"value": value}}, options=options)
     with pytest.raises(DisagreementError, match="open checkpoint"):
         bcp.load(bcp.open(f"{root}/{rank + 1}"), {"extra_state": {"value": value}}, options=options)
+    checkpoint, storage_options = bcp.open(f"{root}/1"), {"key": "x"} if rank else None
+    with pytest.raises(BytecheckpointError, match="storage_options do not apply"):
+        bcp.load(checkpoint, {"extra_state": {"value": value}}, options=options, storage_options=storage_options)
     return value.tolist()
 
 
