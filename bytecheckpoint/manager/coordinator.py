@@ -147,7 +147,7 @@ class SavesInFlight:
             handle = self._saves.popleft()
             error = failure_of(handle)
             if error is not None:
-                _log.error("%s was not saved: %s", without_userinfo(handle.url), error)
+                _log.error("saving %s failed: %s", without_userinfo(handle.url), error)
 
 
 class RoundTimer:

@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -32,7 +32,7 @@ from ..checkpoint.selection import Selection
 from ..checkpointer import Checkpointer, session_of
 from ..control.base import Operation
 from ..control.peers import PeerIdentity
-from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UnsupportedVersionError, UsageError
+from ..errors import CheckpointError, KeyNotFoundError, UnsupportedVersionError, UsageError
 from ..load.options import Cast, LoadOptions, LoadRequest, Rename, Strictness
 from ..load.report import LoadReport
 from ..runtime import DEFAULT_DEADLINE_S
@@ -382,8 +382,8 @@ class CheckpointManager:
             DisagreementError: The ranks passed different steps.
             RootInUseError: Another job has taken the root over.
             SystemExit: All ranks saved because of a preemption signal, and ``Preemption.action`` is "exit".
-            BytecheckpointError: Whatever ``bytecheckpoint.save`` raises. Nothing was saved; call ``save`` again to
-                continue.
+            BytecheckpointError: Whatever ``bytecheckpoint.save`` raises. Unless it is a ``CommitUnknownError``, nothing
+                was saved; call ``save`` again to continue.
 
         Warns:
             SaveFailedWarning: An earlier save failed in the background, and no one asked its handle for the outcome.
@@ -418,6 +418,7 @@ class CheckpointManager:
         Raises:
             BytecheckpointError: The failure of the last save, unless its handle was asked for the outcome, or of an
                 upload; on all ranks.
+            ControlError: The ranks could not work together. Only the handles know then how the saves ended.
         """
         self._check_usable()
         self._finish_saves()
@@ -425,9 +426,10 @@ class CheckpointManager:
             self._resources.tier_folder.wait()
 
     def _finish_saves(self) -> None:
-        with self._rounds.round() as op, self._forgetting_on_failure():
+        with self._rounds.round() as op, self._ending_saves_on_failure():
             if self._resources.in_flight.finish(op):
                 self._coordinator.save_failed()
+            # Before the barrier, whose failure says less: the outcome of the save may be unknown.
             with op.phase(EARLIER_SAVES):
                 self._session.failures.raise_for(self._any_checkpoint)
             op.barrier(EARLIER_SAVES)
@@ -490,7 +492,7 @@ class CheckpointManager:
             if op.rank == 0:
                 _log.warning("%s: saved %s, which only its path leads to, on %s", self.root, saved.name, marker)
         except BaseException as failure:  # noqa: BLE001 - the original exception is the one to raise
-            _log.error("%s: nothing was saved on the %s: %s", self.root, type(error).__name__, failure)
+            _log.error("%s: the last save, on the %s, failed: %s", self.root, type(error).__name__, failure)
 
     def _prepare_saves(self, op: Operation, state: Mapping[str, Any]) -> None:
         """Let background threads fault in the memory of the first asynchronous save while training begins."""
@@ -556,7 +558,7 @@ class CheckpointManager:
         is_due: bool,
         is_forced: bool,
     ) -> Decision:
-        with self._forgetting_on_failure():
+        with self._ending_saves_on_failure():
             with op.phase("check"):
                 check_arguments({"force": is_forced, "milestone": milestone})
                 call = SaveCall(step, is_due, is_forced, _as_floats(metrics), milestone or "")
@@ -572,15 +574,13 @@ class CheckpointManager:
             return decision
 
     @contextmanager
-    def _forgetting_on_failure(self) -> Iterator[None]:
-        """If the block fails, forget earlier saves and allow that the step is saved again."""
+    def _ending_saves_on_failure(self) -> Iterator[None]:
+        """If the block fails, wait for earlier saves and allow that the step is saved again."""
         try:
             yield
         except BaseException:
             self._coordinator.save_failed()
             self._resources.in_flight.drain()
-            with suppress(BytecheckpointError):
-                self._session.failures.raise_for(self._any_checkpoint)
             raise
 
     def _begin_save(

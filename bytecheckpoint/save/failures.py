@@ -46,7 +46,7 @@ class FailedSaves:
             return
         self._warned[root] = failed
         warnings.warn(
-            f"{without_userinfo(failed.url)} was not saved, and no one asked for its outcome: {failure_of(failed)}",
+            f"saving {without_userinfo(failed.url)} failed, and no one asked for its outcome: {failure_of(failed)}",
             SaveFailedWarning,
             stacklevel=_CALLERS,
         )

@@ -130,7 +130,7 @@ def test_a_state_without_a_step_is_not_saved(tmp_path: Path, when: str, caplog: 
     with pytest.raises((ValueError, MismatchError)):
         fail()
     assert _folders(tmp_path) == ["step-5"]
-    assert "nothing was saved" in caplog.text
+    assert "the last save, on the " in caplog.text
     assert "rank 0 has not completed a step" in caplog.text
 
 
@@ -154,7 +154,7 @@ def test_the_original_exception_is_raised_if_the_save_fails(
         stop()
     assert _folders(tmp_path) == []
     reason = {"state": "the state is gone", "disk": "a broken disk", "interrupt": "impatient"}[how]
-    assert f"nothing was saved on the ZeroDivisionError: {reason}" in caplog.text
+    assert f"the last save, on the ZeroDivisionError, failed: {reason}" in caplog.text
     with bcp.CheckpointManager(tmp_path):  # the root is free
         pass
 
@@ -266,7 +266,7 @@ def test_without_all_ranks_nothing_is_saved(rank_pool: RankPool, tmp_path: Path,
     assert len(messages) == (how != "interrupt")
     raised, (message,) = outcomes[1 - victim]
     assert raised.startswith("ArithmeticError" if how == "disk" else "RankFailedError")
-    assert "nothing was saved on the " in message
+    assert "the last save, on the " in message
     assert {"interrupt": "KeyboardInterrupt", "disk": "a broken disk", "stays": f"rank(s) {1 - victim}"}[how] in message
     assert not list(tmp_path.glob("*/manifest.msgpack"))
     assert rank_pool.run(_leave, str(tmp_path), "all", -1, world_size=2)[0] == (
@@ -282,5 +282,5 @@ def test_a_killed_rank(tmp_path: Path, victim: int) -> None:
         outcomes = pool.run(_leave, str(tmp_path), "killed", victim, expect_death={victim: signal.SIGKILL})
     raised, (message,) = outcomes[1 - victim]
     assert raised.startswith(f"RankFailedError: rank {victim} on ")
-    assert "nothing was saved on the RankFailedError: rank" in message
+    assert "the last save, on the RankFailedError, failed: rank" in message
     assert not list(tmp_path.glob("*/manifest.msgpack"))

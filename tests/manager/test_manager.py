@@ -299,7 +299,7 @@ def test_a_failure_in_the_background_is_raised_at_the_end(tmp_path: Path, how: s
 def test_the_next_save_warns_of_a_failure_in_the_background(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path, cadence=1) as manager:
         _fail_in_background(manager, 1)
-        with pytest.warns(SaveFailedWarning, match=r"step-1 was not saved, .*: a broken disk"):
+        with pytest.warns(SaveFailedWarning, match=r"step-1 failed, .*: a broken disk"):
             handle = manager.save(2, _state(2.0))
         assert handle is not None
         handle.result()
@@ -310,8 +310,18 @@ def test_the_next_save_warns_of_a_failure_in_the_background(tmp_path: Path) -> N
 def test_a_failure_in_the_background_after_which_no_save_is_committed(tmp_path: Path) -> None:
     manager = bcp.CheckpointManager(tmp_path, cadence=1)
     _fail_in_background(manager, 1)
-    with pytest.warns(SaveFailedWarning, match="step-1 was not saved"):
+    with pytest.warns(SaveFailedWarning, match="step-1 failed"):
         _fail_in_background(manager, 2)
+    with pytest.raises(OSError, match="a broken disk"):
+        manager.close()
+
+
+def test_a_failure_in_the_background_is_not_missed_if_the_next_call_fails(tmp_path: Path) -> None:
+    """A regression: it was forgotten, as if the caller had seen it."""
+    manager = bcp.CheckpointManager(tmp_path, cadence=1)
+    _fail_in_background(manager, 1)
+    with pytest.raises(UsageError, match="is not a number"):
+        manager.save(2, _state(2.0), metrics={"loss": "high"})  # type: ignore[dict-item]
     with pytest.raises(OSError, match="a broken disk"):
         manager.close()
 
@@ -344,7 +354,7 @@ def test_an_error_in_the_training_loop_is_not_replaced(tmp_path: Path, caplog: p
             loop()
     finally:
         stop()
-    assert "step-1 was not saved: a broken disk" in caplog.text
+    assert "step-1 failed: a broken disk" in caplog.text
     assert not (tmp_path / LEASE_KEY).exists()
 
 

@@ -21,7 +21,7 @@ from damage import keys_of
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint import location, manifest_file
-from bytecheckpoint.control import current_communicator
+from bytecheckpoint.control import current_communicator, operation
 from bytecheckpoint.engine.writing import WrittenFile
 from bytecheckpoint.errors import BytecheckpointError, CommitUnknownError, StorageError, UnansweredError, UsageError
 from bytecheckpoint.save import commit
@@ -83,31 +83,51 @@ def test_a_rank_that_dies_after_confirming_cannot_undo_the_save(pool: RankPool, 
     assert checkpoint.verify().ok
 
 
-def _commit_late(rank: int, world_size: int, path: str) -> str:
-    """Rank 0's store takes the manifest only when the others have given up."""
-    rule = FaultRule("put", "manifest.msgpack", hook=lambda call: dist.barrier())
-    real = location.open_backend
+def _commit_late(rank: int, world_size: int, root: str, has_manager: bool) -> str:
+    """Rank 0's store takes the manifest only when rank 1 has given up, which has no patience from then on."""
+
+    def hold(call: Call) -> None:
+        dist.barrier()
+        dist.barrier()  # rank 1 has given up
+
+    def lose_patience(name: str, event: str) -> None:
+        if rank == 1 and (name, event) == ("save.confirm", "exit"):
+            dist.barrier()  # rank 0 is in the put
+            operation.ParentTimeLimit.seconds = lambda limit, waited_s: 0.0
+
+    rule = FaultRule("put", "manifest.msgpack", hook=hold)
+    real, patience = location.open_backend, operation.ParentTimeLimit.seconds
+
     if rank == 0:
         location.open_backend = lambda url, **options: FaultyBackend(real(url, **options), [rule])
+    stop = telemetry.observe(lose_patience)
+    deadline_s = time_limit(30)
     try:
-        bcp.save(
-            path, _state(rank, 1.0), step=1, options=bcp.SaveOptions(deadline_s=time_limit(30) if rank == 0 else 1)
-        )
+        if has_manager:
+            with bcp.CheckpointManager(root, job={"deadline_s": deadline_s}) as manager:
+                manager.save(1, _state(rank, 1.0), force=True)
+        else:
+            bcp.save(f"{root}/step-1", _state(rank, 1.0), step=1, options={"deadline_s": deadline_s})
         return "saved"
-    except CommitUnknownError as error:
-        return f"unknown: {error}"
+    except BytecheckpointError as error:
+        return f"{type(error).__name__}: {error}"
     finally:
-        location.open_backend = real
+        stop()
+        location.open_backend, operation.ParentTimeLimit.seconds = real, patience
         if rank:
             dist.barrier()
 
 
-def test_ranks_that_gave_up_on_a_late_commit_do_not_say_that_it_failed(pool: RankPool, tmp_path: Path) -> None:
-    results = pool.run(_commit_late, str(tmp_path), world_size=2)
-    assert results[0] == "saved"
-    assert results[1].startswith("unknown: ")
-    assert "waited 1 s in committed for rank(s) 0" in results[1]
-    assert bcp.open(tmp_path).verify().ok
+@pytest.mark.parametrize("has_manager", [False, True], ids=["save", "manager"])
+def test_ranks_that_gave_up_on_a_late_commit_do_not_say_that_it_failed(
+    pool: RankPool, tmp_path: Path, has_manager: bool
+) -> None:
+    """A regression: a manager raised that rank 0 did not answer, and not that it may commit."""
+    results = pool.run(_commit_late, str(tmp_path), has_manager, world_size=2)
+    assert results[0].startswith("CommitUnknownError: " if has_manager else "saved")  # all ranks of a manager raise it
+    assert results[1].startswith("CommitUnknownError: ")
+    assert re.search(r"waited [0-9.e-]+ s in committed for rank\(s\) 0", results[1])
+    assert bcp.open(tmp_path / "step-1").verify().ok
 
 
 def _lose_rank_0_and_the_store(rank: int, world_size: int, path: str) -> str:

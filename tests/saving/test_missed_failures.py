@@ -61,7 +61,7 @@ def test_the_next_save_to_the_same_folder_warns_once_and_makes_up_for_it(tmp_pat
     with bcp.Checkpointer() as saver:
         fail(saver, tmp_path / "1")
         saver.save(tmp_path / "other" / "1", STATE)
-        with pytest.warns(SaveFailedWarning, match="1 was not saved, and no one asked for its outcome: a broken disk"):
+        with pytest.warns(SaveFailedWarning, match="1 failed, and no one asked for its outcome: a broken disk"):
             saver.save(tmp_path / "2", STATE)
         saver.save(tmp_path / "3", STATE)
 
@@ -115,6 +115,6 @@ def _fail_on_one(rank: int, world_size: int, root: str) -> list[str]:
 
 def test_every_rank_warns(rank_pool: RankPool, tmp_path: Path) -> None:
     for (message,) in rank_pool.run(_fail_on_one, str(tmp_path), world_size=2):
-        assert "1 was not saved" in message
+        assert "1 failed" in message
         assert "a broken disk" in message
     assert bcp.open(tmp_path / "2").verify().ok
