@@ -237,6 +237,7 @@ def test_a_removal_leaves_the_objects_to_the_job_that_holds_the_root(tmp_path: P
         for step in (1, 2):
             manager.save(step, {"tree": {"t": tensor() + step}}, force=True)
             manager.wait()
+        _wait_for_housekeeping(manager)
         report = remove(str(tmp_path / "step-1"))
         assert "in use by" in report.problem or "already has a CheckpointManager" in report.problem
         assert len(objects(tmp_path)) == 2
