@@ -277,18 +277,16 @@ def _hold_in_write(rank: int, world_size: int, path: str, operation: str, is_obj
         location.open_backend = lambda url, **options: FaultyBackend(
             _ObjectStore(url) if is_object_store else real(url, **options), [rule]
         )
-    stop = telemetry.observe(fail)
+    stop, patience_s = telemetry.observe(fail), commit._SWEEP_AFTER_S
+    commit._SWEEP_AFTER_S = 0.5  # how long rank 0 waits for rank 1 before it removes the attempt
     try:
-        # Rank 0 waits this long for rank 1 before it removes the attempt.
-        bcp.save(
-            path, _state(rank, 2.0), step=2, options=bcp.SaveOptions(deadline_s=0.5 if rank == 0 else time_limit(30))
-        )
+        bcp.save(path, _state(rank, 2.0), step=2, options=bcp.SaveOptions(deadline_s=time_limit(30)))
         return "saved"
     except BytecheckpointError as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
         stop()
-        location.open_backend = real
+        location.open_backend, commit._SWEEP_AFTER_S = real, patience_s
         if rank == 0:
             dist.barrier()
 
@@ -327,17 +325,16 @@ def _lose_rank_0_in_the_cleanup(rank: int, world_size: int, path: str) -> str:
         rules = [FaultRule("list", "attempt-*", hook=lambda call: os.kill(os.getpid(), signal.SIGKILL))]
     real = location.open_backend
     location.open_backend = lambda url, **options: FaultyBackend(real(url, **options), rules)
-    stop = telemetry.observe(fail)
+    stop, patience_s = telemetry.observe(fail), commit._SWEEP_AFTER_S
+    commit._SWEEP_AFTER_S = 0.5  # how long rank 0 waits for rank 1 before it removes the attempt
     try:
-        bcp.save(
-            path, _state(rank, 2.0), step=2, options=bcp.SaveOptions(deadline_s=0.5 if rank == 0 else time_limit(30))
-        )
+        bcp.save(path, _state(rank, 2.0), step=2, options=bcp.SaveOptions(deadline_s=time_limit(30)))
         return "saved"
     except BytecheckpointError as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
         stop()
-        location.open_backend = real
+        location.open_backend, commit._SWEEP_AFTER_S = real, patience_s
 
 
 def test_the_others_clean_up_although_rank_0_dies_while_it_does(pool: RankPool, tmp_path: Path) -> None:
