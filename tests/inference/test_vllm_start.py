@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ pytest.importorskip("vllm")
 transformers = pytest.importorskip("transformers")
 
 from sampling import sample  # noqa: E402
-from vllm_pushes import ENVIRONMENT  # noqa: E402
+from vllm_pushes import ENVIRONMENT, vllm_python  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -60,9 +58,8 @@ class Started:
 def _start(**arguments: Any) -> Started:
     if "tensor_parallel_size" in arguments:
         arguments["distributed_executor_backend"] = "mp"
-    script = [sys.executable, str(_SUPPORT / "vllm_probe.py"), json.dumps(arguments)]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(script, capture_output=True, text=True, timeout=time_limit(280), env=environment, check=False)
+    script = [str(_SUPPORT / "vllm_probe.py"), json.dumps(arguments)]
+    done = vllm_python().run(script, timeout=time_limit(280), env={**os.environ, **ENVIRONMENT})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     results = {
         line.split()[0]: line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(_RESULT_LINES)

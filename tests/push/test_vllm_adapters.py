@@ -4,22 +4,17 @@ Needs vLLM (see CONTRIBUTING). Over HTTP and at two workers: see test_vllm_serve
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from bytecheckpoint.testing import time_limit
 
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
 import vllm_loras
 from vllm_loras import LONG, lora, merge_descriptions
-from vllm_pushes import ENVIRONMENT, made, reference_tokens
+from vllm_pushes import made, reference_tokens, results_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(1, of="engines of vLLM")]
 
@@ -27,15 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(1, of="eng
 def _run(folder: Path, steps: list[Any], **engine: Any) -> list[Any]:
     made("llama", 0).save_pretrained(folder / "hf")
     job = {"engine": {"model": str(folder / "hf"), **engine}, "folder": str(folder), "steps": steps}
-    done = subprocess.run(
-        [sys.executable, vllm_loras.__file__, json.dumps(job)],
-        capture_output=True, text=True, timeout=time_limit(280), check=False,
-        env={**os.environ, **ENVIRONMENT},
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
-    found: list[Any] = json.loads(lines[0].removeprefix("RESULTS "))
-    return found
+    return results_of(vllm_loras.__file__, json.dumps(job))
 
 
 def _tokens(model_seed: int, lora_seed: int | None) -> list[list[int]]:

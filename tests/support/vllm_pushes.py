@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
+from warm_python import WarmPython, warm_python
 
 from bytecheckpoint.errors import BytecheckpointError
 from bytecheckpoint.inference.push import AdapterEngine, DraftEngine, LocalEngine, NativeEngine, Pusher
@@ -39,6 +39,19 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))),
 }
+
+
+def vllm_python() -> WarmPython:
+    return warm_python("vllm_forks", **ENVIRONMENT)
+
+
+def results_of(script: str, argument: str) -> list[Any]:
+    """Run a script with vLLM, and return what it prints after ``RESULTS``."""
+    done = vllm_python().run([script, argument], timeout=time_limit(280), env={**os.environ, **ENVIRONMENT})
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
+    found: list[Any] = json.loads(lines[0].removeprefix("RESULTS "))
+    return found
 
 
 def made(kind: str, seed: int) -> Any:
@@ -78,15 +91,7 @@ def run_pushes(kind: str, steps: list[Any], *, transfer: str = "extension", **en
     if engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1) > 1:
         engine["distributed_executor_backend"] = "mp"
     job = {"engine": engine, "transfer": transfer, "model": kind, "steps": steps}
-    done = subprocess.run(
-        [sys.executable, __file__, json.dumps(job)],
-        capture_output=True, text=True, timeout=time_limit(280), check=False,
-        env={**os.environ, **ENVIRONMENT},
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
-    found: list[Any] = json.loads(lines[0].removeprefix("RESULTS "))
-    return found
+    return results_of(__file__, json.dumps(job))
 
 
 def reference_tokens(model: Any, *more: list[int]) -> list[list[int]]:

@@ -7,15 +7,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_pushes import ENVIRONMENT, PROMPTS, made
+from vllm_pushes import ENVIRONMENT, PROMPTS, made, vllm_python
 
 from bytecheckpoint.testing import time_limit
 
@@ -46,7 +44,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[str]:
     made("llama", 0).save_pretrained(folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "64", "--enforce-eager", "--skip-tokenizer-init"]
     command += ["--distributed-executor-backend", "mp", "--worker-extension-cls", "vllm_fault.FaultyWorkers"]
@@ -55,7 +53,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[str]:
     environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     log = folder / "server.log"
     with log.open("w") as opened:
-        process = subprocess.Popen(command, env=environment, stdout=opened, stderr=opened, start_new_session=True)
+        process = vllm_python().start(command, env=environment, stdout=opened, stderr=opened, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         end = time.monotonic() + time_limit(200)
