@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import runpy
 import warnings
 
 __all__: list[str] = []
@@ -38,6 +39,10 @@ with warnings.catch_warnings():
     with contextlib.suppress(ImportError):
         import hypothesis
         import pytest
+
+# Of modules that only some ranks need; files, separated as in PATH.
+for _file in filter(None, os.environ.get("BCP_TEST_PRELOAD", "").split(os.pathsep)):
+    runpy.run_path(_file)
 
 torch.set_num_threads(1)
 
