@@ -236,7 +236,7 @@ def share_base(op: Operation, choice: Choice | None) -> tuple[BaseShare | None, 
 
 
 def _is_writable(path: StorageBackend) -> bool:
-    """Whether this process may add to the root and its objects, as far as that is known before it does."""
+    """Whether this process may add to the root and its objects; it may turn out later that it may not."""
     objects = objects_next_to(path)
     if not isinstance(objects, LocalBackend):
         return True

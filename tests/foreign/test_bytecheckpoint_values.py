@@ -36,7 +36,7 @@ def _generator(*numbers: int) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("value", [[1, 2], 3, "text", {}])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_all_ranks_stored_alike_is_shared(value: Any, ranks: int, tmp_path: Path) -> None:
+def test_what_is_equal_on_all_ranks_is_shared(value: Any, ranks: int, tmp_path: Path) -> None:
     found = bcp.open(_written(tmp_path, *[value] * ranks))
     assert found.index.system == "ByteCheckpoint"
     assert found.tree("extra_state") == value

@@ -96,7 +96,7 @@ def surroundings(rank, world_size):
 
 def is_running(pid):
     with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # nobody may wait for it
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # no one may wait for it
     return False
 
 

@@ -206,7 +206,7 @@ class TcpTransport(Transport):
         self._announce(frames, chunks)
 
     def _announce(self, frames: list[bytes], chunks: Sequence[OutgoingChunk]) -> None:
-        """Tell the worker what is in its memory now."""
+        """Announce to the worker what is in its memory now."""
         if frames:
             assert self._memory is not None
             synchronize([self._memory, *(chunk.data for chunk in chunks)])
