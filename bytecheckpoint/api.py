@@ -12,8 +12,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from .checkpointer import Checkpointer, default_checkpointer
 
-__all__ = ["latest", "load", "open", "save", "warmup", "watch"]
-
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 

@@ -23,8 +23,6 @@ from .save.handle import SaveHandle
 from .save.options import SaveOptions, SaveRequest
 from .session import Session, default_session
 
-__all__ = ["Checkpointer", "default_checkpointer", "session_of"]
-
 
 class Checkpointer:
     """Saves and loads checkpoints with its own staging memory, threads, plan cache and connections to other ranks.

@@ -35,8 +35,6 @@ from .save.protocol import save
 from .save.warmup import warm_up
 from .telemetry.trace_files import TraceFiles
 
-__all__ = ["TRACE_VARIABLE", "Session", "default_session"]
-
 _log = logging.getLogger(__name__)
 _Request = TypeVar("_Request")
 

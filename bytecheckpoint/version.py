@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["DISTRIBUTION", "HEADER_METADATA", "VERSION", "install_command"]
-
 VERSION = "0.1.0"
 
 DISTRIBUTION = "bcp-checkpoint"

@@ -17,8 +17,6 @@ from .local_plan import LocalPlan
 from .rank_sets import RankSets, distinct_sets
 from .wire import Bool, Fields, pack_column, pack_flags, pack_message
 
-__all__ = ["Assignment", "choose_writers", "pack_assignment"]
-
 # Measured costs of a round, and of one member of a set in it, relative to placing one item by heap (about 1.5 us).
 _ROUND_COST, _CELL_COST = 20.0, 0.002
 # Rounds are used if at most one item, or one byte, in this many belongs to a set that overlaps others.

@@ -27,18 +27,6 @@ from ..tensors.tables import Int64, ragged_positions, ragged_starts
 from .rank_sets import distinct_sets
 from .wire import Bool, Fields, pack_column, pack_message
 
-__all__ = [
-    "CONTRIBUTION_BYTES",
-    "DIGEST_BYTES",
-    "ContentChecks",
-    "ContentComparison",
-    "ContentDigests",
-    "HeldContents",
-    "compare_contents",
-    "contribution",
-    "stack_digests",
-]
-
 ContentDigests = npt.NDArray[np.uint8]
 """The digests of a rank's items, by row: ``[n, DIGEST_BYTES]``."""
 

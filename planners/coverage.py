@@ -12,8 +12,6 @@ from ..tensors.geometry import Box, find_overlap, inseparable
 from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_starts
 from .dedup import ElementNumbers, differs, matrices
 
-__all__ = ["Describe", "first_uncovered", "tiling_faults"]
-
 Describe = Callable[[int], str]
 """Returns a text that names the ranks that hold a row of the box table."""
 

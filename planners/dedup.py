@@ -16,8 +16,6 @@ import numpy.typing as npt
 from ..errors import PlanError
 from ..tensors.tables import BoxTable, Int64, TensorTable
 
-__all__ = ["ElementNumbers", "Replicas", "differs", "group_replicas", "matrices", "number_elements"]
-
 Bool = npt.NDArray[np.bool_]
 Rows: TypeAlias = "slice | Int64"
 

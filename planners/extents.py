@@ -14,8 +14,6 @@ from ..errors import PlanError
 from ..tensors.geometry import Box, row_major_strides
 from ..tensors.tables import Int64, ragged_positions, ragged_starts
 
-__all__ = ["Extents", "byte_span", "plan_extents", "split_box"]
-
 
 @dataclass(eq=False)
 class Extents:

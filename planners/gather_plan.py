@@ -21,8 +21,6 @@ from .gather_share import PIECE_ALIGNMENT, PIECE_SIZE, GatherShare, item_places
 from .save_plan import SavePlan, add_whole, lay_out_files, rows_by_rank
 from .wire import Bool
 
-__all__ = ["LAYOUTS", "GatherPlan", "Layout", "plan_gather"]
-
 Layout = Literal["shards", "merged", "whole"]
 """How to store a tensor that ranks hold in parts.
 

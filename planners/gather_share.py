@@ -11,8 +11,6 @@ from .dedup import matrices
 from .local_plan import LocalPlan
 from .wire import MAX_LENGTH, Fields, pack_column, pack_message, tensor_fields
 
-__all__ = ["PIECE_ALIGNMENT", "PIECE_SIZE", "FragmentSlices", "GatherShare", "item_places", "split_fragments"]
-
 PIECE_SIZE = 8 << 20
 """Bytes of a file's data that are gathered and written at once."""
 

@@ -12,8 +12,6 @@ from ..tensors.geometry import Box
 from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 from .coverage import first_uncovered
 
-__all__ = ["LoadPlan", "plan_load"]
-
 # Pairs that are compared at once; bounds temporary arrays to some tens of MB.
 _MAX_PAIRS = 1 << 19
 # A tensor with fewer pairs is not worth pruning.

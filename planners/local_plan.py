@@ -29,18 +29,6 @@ from .wire import (
     unpack_words,
 )
 
-__all__ = [
-    "OWN_BOXES",
-    "WHOLE",
-    "LocalPlan",
-    "PlanTable",
-    "ValueEntry",
-    "ValueKey",
-    "ValueNames",
-    "pack_boxes",
-    "unpack_boxes",
-]
-
 OWN_BOXES, WHOLE = -1, 0
 """How ranks with the same ``PlanTable`` hold a tensor that no mesh splits: each lists its boxes, or holds it all."""
 

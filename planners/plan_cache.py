@@ -10,8 +10,6 @@ from .balance import Assignment
 from .contents import ContentChecks, ContentComparison
 from .save_plan import SavePlan
 
-__all__ = ["CachedPlan", "PlanCache"]
-
 # States that one process saves in turn: the models of an RL job, with and without their optimizers.
 _MAX_PLANS = 8
 

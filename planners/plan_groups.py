@@ -16,17 +16,6 @@ from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, rag
 from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable
 from .rank_sets import RankSets
 
-__all__ = [
-    "HeldRows",
-    "MeshMembers",
-    "PlanGroup",
-    "group_plans",
-    "held_rows",
-    "mesh_boxes",
-    "mesh_members",
-    "whole_boxes",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class MeshMembers:

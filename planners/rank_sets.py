@@ -8,8 +8,6 @@ import numpy.typing as npt
 from ..tensors.tables import Int64, ragged_positions, ragged_starts
 from .wire import Bool
 
-__all__ = ["RankSets", "distinct_sets"]
-
 
 class RankSets:
     """Non-empty sets of ranks. Set ``r`` is rank ``r`` alone; ``add`` creates others."""

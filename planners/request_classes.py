@@ -26,20 +26,6 @@ import numpy as np
 from ..tensors.geometry import Box
 from ..tensors.tables import BoxTable, TensorTable
 
-__all__ = [
-    "BoxRequest",
-    "ClassSummary",
-    "RankGroups",
-    "RequestClass",
-    "Stripe",
-    "classify_requests",
-    "find_rings",
-    "find_scatters",
-    "find_stripe",
-    "group_ranks",
-    "is_scattered",
-]
-
 # A packet is delayed by one hop per rank, and one slow rank delays its whole ring.
 _MAX_RING_RANKS = 64
 # Classes per rank. Each may become a ring with its own connections and threads.

@@ -13,8 +13,6 @@ from math import gcd
 from ..tensors.geometry import Box, row_major_strides
 from .extents import byte_span, split_box
 
-__all__ = ["Batch", "Packet", "PartBox", "Ring", "SharedPart", "plan_ring"]
-
 PACKET_BYTES = 8 << 20
 """Bytes that are forwarded as one message."""
 

@@ -32,18 +32,6 @@ from .table_merge import (
 )
 from .wire import Bool, pack_columns, pack_flags
 
-__all__ = [
-    "PlannedFile",
-    "SavePlan",
-    "add_whole",
-    "consecutive_offsets",
-    "lay_out_files",
-    "plan_columns",
-    "plan_groups",
-    "plan_save",
-    "rows_by_rank",
-]
-
 _MAX_ITEMSIZE = 16
 _NO_VALUES = (pack_columns(np.empty(0, np.int64), np.zeros(2, np.int64))[0], b"")
 

@@ -15,16 +15,6 @@ from .local_plan import ValueKey
 from .plan_groups import PlanGroup
 from .wire import Bool
 
-__all__ = [
-    "PlannedValues",
-    "merge_aliases",
-    "merge_pinned",
-    "merge_sections",
-    "merge_tensors",
-    "merge_values",
-    "ranks_text",
-]
-
 
 @dataclass(eq=False)
 class PlannedValues:

@@ -17,21 +17,6 @@ from ..errors import PlanError
 from ..tensors.dtypes import DTYPES
 from ..tensors.tables import Int64, TensorTable, ragged_positions, ragged_starts
 
-__all__ = [
-    "MAX_LENGTH",
-    "Bool",
-    "Fields",
-    "check_range",
-    "malformed",
-    "pack_column",
-    "pack_columns",
-    "pack_flags",
-    "pack_message",
-    "pack_words",
-    "tensor_fields",
-    "unpack_words",
-]
-
 Bool = npt.NDArray[np.bool_]
 
 MAX_LENGTH = 2**62

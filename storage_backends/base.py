@@ -16,16 +16,6 @@ from typing_extensions import Buffer
 
 from ..errors import CorruptionError, StorageError, UnsupportedURLError, without_userinfo
 
-__all__ = [
-    "Conditions",
-    "IncompleteUpload",
-    "ObjectReader",
-    "ObjectStat",
-    "ObjectWriter",
-    "PartWriter",
-    "StorageBackend",
-]
-
 
 @dataclass(frozen=True)
 class ObjectStat:

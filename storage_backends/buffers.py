@@ -9,8 +9,6 @@ from typing_extensions import Buffer
 
 from ..errors import StorageError
 
-__all__ = ["WrittenRanges", "byte_view", "check_max_size", "skip_bytes", "writable_view"]
-
 
 def byte_view(data: Buffer) -> memoryview:
     """Return a flat view of the bytes of a buffer, without a copy.

@@ -19,8 +19,6 @@ from .remote.parts import Upload
 from .remote.session import EndpointSession, Sessions
 from .remote.transport import Connections, Reply
 
-__all__ = ["HttpBackend"]
-
 _CONNECT_S = 10.0
 _CONNECTIONS = 32
 _MAX_REDIRECTS = 5

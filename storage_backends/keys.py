@@ -9,16 +9,6 @@ import re
 
 from ..errors import StorageError
 
-__all__ = [
-    "MAX_COMPONENT_BYTES",
-    "MAX_KEY_BYTES",
-    "TEMPORARY_PREFIX",
-    "check_children_prefix",
-    "check_key",
-    "check_prefix",
-    "is_object_key",
-]
-
 MAX_KEY_BYTES = 1024
 """The longest key in UTF-8 bytes: the limit of S3, GCS and Azure."""
 

@@ -18,8 +18,6 @@ from .buffers import check_max_size, writable_view
 from .keys import check_children_prefix, check_key, check_prefix
 from .writers import BufferedWriter
 
-__all__ = ["MemoryBackend"]
-
 _URL = re.compile(r"memory://(?P<name>[^/]+)(?:/(?P<prefix>.*))?", re.DOTALL)
 
 

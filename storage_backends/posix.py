@@ -15,18 +15,6 @@ from functools import cache
 from ..errors import AccessDeniedError, KeyNotFoundError, StorageError, StorageFullError
 from .buffers import skip_bytes
 
-__all__ = [
-    "UNSUPPORTED",
-    "free_bytes",
-    "libc_function",
-    "map_os_error",
-    "preallocate",
-    "read_scattered_at",
-    "rename_exclusive",
-    "sync_directory",
-    "write_at",
-]
-
 # The largest number of buffers of one preadv.
 _IOV_MAX = 1024
 

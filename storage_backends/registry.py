@@ -23,18 +23,6 @@ from .base import StorageBackend
 from .keys import check_key, is_object_key
 from .obstore.roots import SCHEMES, NotServedError, store_root_of
 
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "folder_name",
-    "join",
-    "open_backend",
-    "open_like",
-    "open_sibling",
-    "parent_url",
-    "plugin_schemes",
-    "url_text",
-]
-
 ENTRY_POINT_GROUP = "bytecheckpoint.storage_backends"
 
 _log = logging.getLogger(__name__)

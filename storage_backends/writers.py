@@ -12,8 +12,6 @@ from ..errors import StorageError
 from .base import ObjectWriter
 from .buffers import WrittenRanges, byte_view
 
-__all__ = ["BufferedWriter", "CheckedWriter"]
-
 
 class CheckedWriter(ObjectWriter):
     """A writer that checks what is written, and when. Subclasses hold ``_changed`` when they call its methods."""

@@ -14,20 +14,6 @@ import time
 from ..errors import StorageError
 from ..storage_backends.base import StorageBackend
 
-__all__ = [
-    "ATTEMPT_PREFIX",
-    "JOB_MARK_BYTES",
-    "attempt_name",
-    "attempt_time",
-    "copy_of_attempt",
-    "has_expired",
-    "is_copy_of",
-    "job_mark_of",
-    "new_attempt",
-    "new_attempt_id",
-    "remove_attempt",
-]
-
 ATTEMPT_PREFIX = "attempt-"
 """The name of every attempt's directory begins with this."""
 

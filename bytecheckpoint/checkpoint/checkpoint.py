@@ -33,8 +33,6 @@ from .selection import SimilarNames
 from .stored_tensor import StoredTensor
 from .values import decoded_values, section_tree
 
-__all__ = ["Checkpoint", "VerifyReport"]
-
 
 @dataclass(frozen=True)
 class VerifyReport:

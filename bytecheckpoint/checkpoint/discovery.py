@@ -32,21 +32,6 @@ from .manifest_file import read_manifest
 from .nearest import open_nearest
 from .sweep import missing_files
 
-__all__ = [
-    "EXCEPTION_KEY",
-    "METRICS_KEY",
-    "MILESTONE_KEY",
-    "BestMode",
-    "CompleteCheckpoint",
-    "Listing",
-    "check_is_root",
-    "committed_names",
-    "find_newest",
-    "list_checkpoints",
-]
-__all__ += ["find_best", "find_milestone", "is_exception_save", "metric_of", "milestone_of", "open_complete"]
-__all__ += ["trailing_number"]
-
 METRICS_KEY = "metrics"
 """The key of a checkpoint's metrics in its metadata."""
 

@@ -25,8 +25,6 @@ from ..tensors.tables import BoxTable, Int64, ragged_starts
 from .manifest_file import read_manifest
 from .values import StoredValue, stored_values
 
-__all__ = ["OWN_SYSTEM", "Index", "decode_index", "encode_index", "is_encoded_index"]
-
 OWN_SYSTEM = "bytecheckpoint"
 
 _START = b"index of foreign files\n"  # no manifest begins like this

@@ -32,8 +32,6 @@ from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
 from .attempts import JOB_MARK_BYTES
 
-__all__ = ["HEARTBEATS_PER_LEASE", "LEASE_KEY", "Lease", "LeaseRecord", "check_holder", "hold_root", "is_held"]
-
 LEASE_KEY = "lease.msgpack"
 
 _MAX_BYTES = 1 << 16

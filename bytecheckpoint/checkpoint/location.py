@@ -11,8 +11,6 @@ from ..errors import UsageError, without_userinfo
 from ..runtime.arguments import ARGUMENTS, positive_number, whole_number
 from ..storage_backends import StorageBackend, join, open_backend, url_text
 
-__all__ = ["AnyLocation", "Location", "Silence", "Tier"]
-
 
 @dataclass
 class Silence:

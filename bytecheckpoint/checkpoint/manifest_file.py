@@ -25,17 +25,6 @@ from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, START, Manifest,
 from ..storage_backends.base import Conditions, StorageBackend
 from .attempts import ATTEMPT_PREFIX
 
-__all__ = [
-    "adopt",
-    "check_replaceable",
-    "commit",
-    "decode_manifest",
-    "read_manifest",
-    "read_manifest_bytes",
-    "remove_files",
-    "rest_of_deadline",
-]
-
 _MAX_TRIES = 16  # to replace a manifest that other saves replace at the same moments
 
 # What a store that has not answered gets again, twice at most: to end its uploads, and to remove files.

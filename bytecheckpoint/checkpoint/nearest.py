@@ -31,13 +31,6 @@ from .attempts import ATTEMPT_PREFIX
 from .location import Location, Silence, Tier
 from .manifest_file import decode_manifest
 
-__all__ = [
-    "JOURNAL_PREFIX",
-    "NearestBackend",
-    "open_nearest",
-    "open_tier",
-]
-
 JOURNAL_PREFIX = TEMPORARY_PREFIX + "transfer-"
 """The prefix of the names of journals; that of an upload continues with ``to-``."""
 

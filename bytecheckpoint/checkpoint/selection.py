@@ -11,8 +11,6 @@ from functools import cached_property
 
 from ..errors import UsageError
 
-__all__ = ["Selection", "SimilarNames"]
-
 _MAX_COMPARED_NAMES = 2000  # bounds the time to find similar names
 _MIN_SIMILARITY = 0.6  # difflib's ratio below which a suggestion would only confuse
 _MAX_NEAREST = 3

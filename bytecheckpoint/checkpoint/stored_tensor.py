@@ -16,8 +16,6 @@ from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta, ShardMeta
 from ..tensors.shards import torch_dtype
 
-__all__ = ["StoredTensor"]
-
 
 class _Holder(Protocol):
     """What a ``StoredTensor`` needs of its ``Checkpoint``."""

@@ -41,17 +41,6 @@ from .attempts import has_expired
 from .lease import hold_root
 from .manifest_file import decode_manifest
 
-__all__ = [
-    "FilesGoneError",
-    "Swept",
-    "admitted",
-    "missing_files",
-    "remove_checkpoint",
-    "remove_files_of",
-    "root_of",
-    "sweep",
-]
-
 _READERS = 8  # manifests that are read at the same time
 _PATIENCE_S = 10.0  # for others that commit or sweep
 

@@ -13,8 +13,6 @@ from ..frameworks.tree_paths import PathIndex, build_tree
 from ..storage_backends.base import StorageBackend
 from ..tensors.shards import Path
 
-__all__ = ["StoredValue", "decoded_values", "section_tree", "stored_values", "values_files"]
-
 
 class StoredValue(NamedTuple):
     """One plain value. ``rank`` is None if all ranks share it. Equal values have equal ``encoded`` bytes."""

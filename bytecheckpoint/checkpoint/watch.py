@@ -15,8 +15,6 @@ from .checkpoint import Checkpoint
 from .discovery import CompleteCheckpoint, check_is_root, committed_names, is_exception_save, open_complete
 from .location import Location
 
-__all__ = ["watch"]
-
 _log = logging.getLogger(__name__)
 
 

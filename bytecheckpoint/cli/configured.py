@@ -19,8 +19,6 @@ from ..inference.layouts.recording import Recorder
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
 
-__all__ = ["ConfiguredModel", "is_supported"]
-
 Shapes = dict[str, tuple[int, ...]]
 
 

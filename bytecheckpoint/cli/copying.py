@@ -14,8 +14,6 @@ from ..errors import BytecheckpointError
 from .options import EXIT_INTERRUPTED, Locate, command, exit_code, parse_size
 from .output import Output, printable, size_text
 
-__all__ = ["copy_command", "upload_command"]
-
 _rate_limit = click.option(
     "--rate-limit",
     metavar="SIZE",

@@ -30,8 +30,6 @@ from .configured import ConfiguredModel, is_supported
 from .options import Locate, checked, command, parse_size, rename_option, rules_options
 from .output import Output, size_text
 
-__all__ = ["export_command", "import_command"]
-
 TorchForm = Literal["dcp", "torch"]
 """A folder of ``torch.distributed.checkpoint``, or a file of ``torch.save``."""
 

@@ -11,8 +11,6 @@ from ..storage_backends import IncompleteUpload
 from .options import EXIT_NEGATIVE, Locate
 from .output import Output
 
-__all__ = ["list_incomplete", "remove_incomplete"]
-
 
 def list_incomplete(out: Output, at: Locate, root: str) -> None:
     """List all uploads below ``root``."""

@@ -24,8 +24,6 @@ from .incomplete import list_incomplete
 from .options import EXIT_CORRUPT, EXIT_NEGATIVE, Locate, command, rules_options
 from .output import Output, plain, size_text
 
-__all__ = ["inspect_command", "latest_command", "ls_command", "verify_command"]
-
 _FIELDS_OF_ANY_FOLDER = ("name", "url", "status", "problem", "attempts")
 _MAX_VALUE_CHARACTERS = 160  # in the table; --json prints values in full
 

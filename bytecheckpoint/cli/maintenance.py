@@ -24,8 +24,6 @@ from .incomplete import remove_incomplete
 from .options import EXIT_NEGATIVE, Locate, checked, command, rules_options
 from .output import Output, size_text
 
-__all__ = ["average_command", "diff_command", "reshard_command", "rm_command", "trace_command"]
-
 
 @command("diff")
 @click.argument("a")

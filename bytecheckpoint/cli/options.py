@@ -29,9 +29,6 @@ from ..rules import Rules
 from ..runtime.arguments import ARGUMENTS
 from .output import Output, printable
 
-__all__ = ["EXIT_CODES", "EXIT_CORRUPT", "EXIT_NEGATIVE", "command", "exit_code", "parse_size"]
-__all__ += ["Locate", "checked", "rename_option", "rules_options"]
-
 EXIT_CODES = """\b
 Exit codes:
   0  success

@@ -14,8 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-__all__ = ["Output", "plain", "printable", "size_text"]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _WIDTH_WITHOUT_TERMINAL = 1000  # columns, so that nothing is truncated
 

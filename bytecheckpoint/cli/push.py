@@ -32,8 +32,6 @@ from ..runtime import DEFAULT_DEADLINE_S
 from .options import Locate, checked, command, rename_option
 from .output import Output, printable, size_text
 
-__all__ = ["push_command"]
-
 _POLL_S = 2.0
 _SGLANG_PAUSES: dict[PauseMode, SglangPause] = {"wait": "retract", "abort": "abort", "keep": "in_place"}
 

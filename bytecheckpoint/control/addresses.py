@@ -19,8 +19,6 @@ from pathlib import Path
 
 from ..errors import ControlError, UsageError
 
-__all__ = ["ADDRESS_VARIABLE", "EVERYWHERE", "LOOPBACK", "PORTS_VARIABLE", "listen", "own_addresses"]
-
 ADDRESS_VARIABLE = "BYTECHECKPOINT_ADDRESS"
 PORTS_VARIABLE = "BYTECHECKPOINT_PORTS"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["describe_disagreement", "format_ranks"]
-
 _SHOWN_CHARACTERS = 200
 
 

@@ -18,8 +18,6 @@ from ..errors import DisagreementError
 from .agreement import describe_disagreement
 from .connections import Buffer
 
-__all__ = ["Communicator", "Operation", "Streams"]
-
 
 class Streams(ABC):
     """One ordered byte stream per channel, sender and receiver, for payloads that are too large to pass through rank 0.

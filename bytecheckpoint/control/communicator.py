@@ -23,8 +23,6 @@ from .single import SingleProcess
 from .timings import LINGER_S
 from .tree import Tree
 
-__all__ = ["GROUP_VARIABLE", "SocketCommunicator", "current_communicator"]
-
 GROUP_VARIABLE = "BYTECHECKPOINT_CONTROL_GROUP_SIZE"
 """Environment variable, equal on every rank: the number of ranks in a group, where ``connect`` does not get one."""
 

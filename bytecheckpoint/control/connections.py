@@ -33,24 +33,6 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from ..runtime.threads import Threads, run_daemon
 from .timings import ACCEPT_RETRY_S, CONNECT_S, HANDSHAKE_S
 
-__all__ = [
-    "Buffer",
-    "Endpoint",
-    "LoopThread",
-    "Wait",
-    "accept",
-    "at_most",
-    "close_when_connected",
-    "connect",
-    "dial",
-    "introduce",
-    "new_key",
-    "receive",
-    "receive_into",
-    "send",
-    "welcome",
-]
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """One-dimensional and contiguous."""
 

@@ -14,8 +14,6 @@ from .. import errors
 from ..errors import BytecheckpointError, DeadlineError, MismatchError, RankFailedError, RuleError, without_userinfo
 from .peers import PeerIdentity
 
-__all__ = ["FailureRecord", "faults_of", "library_error", "message_of", "traceback_text_of"]
-
 _MESSAGE_LIMIT_CHARACTERS = 1 << 22  # a mismatch error may list every name of a large model
 _TRACEBACK_LIMIT_CHARACTERS = 1 << 18
 _WITH_FAULTS = {one.__name__: one for one in (MismatchError, RuleError)}

@@ -7,8 +7,6 @@ from typing import Literal, NamedTuple
 
 import msgpack
 
-__all__ = ["Introduction", "Message", "MessageKind", "WaitStep", "pack_branch", "unpack_branch"]
-
 MessageKind = Literal["payload", "waiting", "report", "failure", "left", "closing", "probe", "alive"]
 """``payload``: an exchange. ``waiting``: a note that names the ranks that the sender waits for. ``report``: a failure,
 on its way to rank 0. ``failure``: the failure that every rank raises, on its way down. ``left``: the sender and all

@@ -26,8 +26,6 @@ from .connections import Endpoint, LoopThread, accept, dial
 from .messages import Introduction
 from .timings import END_CHECK_S, END_CONFIRMATION_S, FLUSH_S
 
-__all__ = ["MessageHandler", "Network"]
-
 _log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<Q")

@@ -28,8 +28,6 @@ from .timings import (
     WAIT_CHECK_S,
 )
 
-__all__ = ["ParentTimeLimit", "PatientTimeLimit", "SocketOperation"]
-
 
 class SocketOperation(Operation):
     """One operation on one rank.

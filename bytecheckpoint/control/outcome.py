@@ -13,8 +13,6 @@ from .failure import FailureRecord
 from .router import OperationState, Router
 from .timings import DIRECT_REPORT_S, LATE_REPORT_S, LATE_REPORT_THROUGH_LEADER_S, REPORT_THROUGH_LEADER_S
 
-__all__ = ["Outcome"]
-
 
 class Outcome:
     """Thread-safe: the operation and its streams share it."""

@@ -13,8 +13,6 @@ import msgpack
 
 from .timings import PROCESS_CHECK_S
 
-__all__ = ["PeerIdentity", "PeerWatch"]
-
 _ENDED_STATES = ("Z", "X", "x")
 
 

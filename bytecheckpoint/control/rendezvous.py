@@ -35,8 +35,6 @@ from .timings import (
 )
 from .tree import Tree
 
-__all__ = ["connect_ranks"]
-
 _PREFIX = "bytecheckpoint/control"
 _LEAST_S = 0.01
 

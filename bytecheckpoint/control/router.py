@@ -25,8 +25,6 @@ from .peers import PeerIdentity, PeerWatch
 from .timings import UNREAD_MESSAGES_S, WAIT_CHECK_S
 from .tree import Tree
 
-__all__ = ["MessageSender", "OperationState", "Router"]
-
 _MOST_STATES = 256  # operations that some rank below has not left, or that this rank has not begun
 _MOST_CLOSED = 1024
 _MOST_VERDICTS = 16

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from .base import Communicator, Operation, Streams
 from .connections import Buffer
 
-__all__ = ["NoStreams", "SingleOperation", "SingleProcess"]
-
 
 class NoStreams(Streams):
     """The streams of a job of one process, which has no peers."""

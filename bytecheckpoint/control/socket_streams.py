@@ -23,8 +23,6 @@ from .network import Network
 from .outcome import Outcome
 from .timings import END_CONFIRMATION_S, STREAM_POLL_S
 
-__all__ = ["SocketStreams"]
-
 
 class SocketStreams(Streams):
     """The streams of one operation on one rank."""

@@ -2,33 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "ACCEPT_RETRY_S",
-    "CONNECT_S",
-    "DIRECT_REPORT_S",
-    "END_CHECK_S",
-    "END_CONFIRMATION_S",
-    "FLUSH_S",
-    "HANDSHAKE_S",
-    "LATE_REPORT_S",
-    "LATE_REPORT_THROUGH_LEADER_S",
-    "LINGER_S",
-    "LONGEST_NOTE_INTERVAL_S",
-    "NOTES_PER_DEADLINE",
-    "NOTE_LIFETIME_INTERVALS",
-    "PROBES_PER_DEADLINE",
-    "PROBE_ANSWER_S",
-    "PROCESS_CHECK_S",
-    "REGISTRATION_POLL_PER_RANK_S",
-    "REGISTRATION_POLL_S",
-    "REPORT_THROUGH_LEADER_S",
-    "ROOT_GRACE_S",
-    "STEP_GRACE_S",
-    "STREAM_POLL_S",
-    "UNREAD_MESSAGES_S",
-    "WAIT_CHECK_S",
-]
-
 # Waits for other ranks.
 
 WAIT_CHECK_S = 0.1

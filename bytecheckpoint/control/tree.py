@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Tree"]
-
 _FLAT_UP_TO_RANKS = 64
 _HOST_RANKS = 8  # a group size is a multiple of this, so that no host of 8 ranks (or a divisor of 8) is split
 

@@ -1,5 +1,3 @@
 """Convert checkpoints: export, import, reshard, copy and compare, in bounded memory."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

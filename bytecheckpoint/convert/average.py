@@ -27,8 +27,6 @@ from .related import kept_files
 from .reshard import chosen_part, encoded_values, plan_files
 from .rewriter import PIECE_BYTES, OutputTensor, Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
 
-__all__ = ["AverageReport", "average"]
-
 _ADVICE = {
     "section": "",
     "missing": "not in all checkpoints",

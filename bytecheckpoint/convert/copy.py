@@ -18,8 +18,6 @@ from ..transfer.staged import continue_upload
 from ..transfer.transfer import WINDOW, TransferReport
 from .rewriter import Progress
 
-__all__ = ["CopyReport", "RemoveReport", "UnfinishedUpload", "copy", "finish_upload", "remove", "unfinished_uploads"]
-
 
 @dataclass(frozen=True)
 class CopyReport:

@@ -15,8 +15,6 @@ from ..planners import split_box
 from ..tensors.geometry import Box
 from .rewriter import PIECE_BYTES, Progress, Rewriter
 
-__all__ = ["DiffReport", "TensorDiff", "ValueDiff", "diff"]
-
 _PIECE_BYTES = PIECE_BYTES // 2  # both sides are held; where they differ, as float64 with temporaries
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -18,8 +18,6 @@ from .related import kept_files
 from .reshard import chosen_part, plan_files, values_of
 from .rewriter import Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
 
-__all__ = ["ImportReport", "import_checkpoint"]
-
 
 @dataclass(frozen=True)
 class ImportReport:

@@ -21,8 +21,6 @@ from ..errors import FormatError, MismatchError, NameNotFoundError, UnsupportedT
 from ..runtime.arguments import check_choice
 from ..tensors.geometry import Box
 
-__all__ = ["ADAPTER_KEY", "Lora", "LoraForm", "LoraPlan", "LowRank"]
-
 LoraForm = Literal["merge", "peft"]
 
 ADAPTER_KEY = "adapter_model.safetensors"

@@ -17,8 +17,6 @@ from ..format.manifest import COMPANION
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 
-__all__ = ["kept_files", "put_files", "related_files", "with_dtype"]
-
 _PATTERNS = (
     *(CONFIG_KEY, "generation_config.json", ADAPTER_CONFIG_KEY),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken"),

@@ -34,9 +34,6 @@ from ..tensors.tables import TensorTable
 from ..version import HEADER_METADATA
 from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
 
-__all__ = ["Layout", "ReshardReport", "ReshardedFile"]
-__all__ += ["chosen_part", "encoded_values", "plan_files", "reshard", "values_of"]
-
 Layout = Literal["whole", "sharded"]
 
 _MAX_FILES = 1 << 20  # more is certainly a mistake

@@ -38,17 +38,6 @@ from ..tensors.tables import BoxTable, Int64
 from ..version import VERSION
 from .lora import LowRank
 
-__all__ = [
-    "PIECE_BYTES",
-    "OutputFile",
-    "OutputTensor",
-    "Progress",
-    "Rewriter",
-    "ValuesFile",
-    "cleanup_on_failure",
-    "refuse_checkpoint",
-]
-
 PIECE_BYTES = 8 << 20
 """Bytes that are read, held and written at once: enough to reach the rate of disks and object stores."""
 

@@ -19,8 +19,6 @@ from ..tensors.geometry import Box
 from .lora import LoraPlan, LowRank
 from .rewriter import OutputTensor
 
-__all__ = ["Expected", "ExportSelection", "ExportedBox", "Tied", "output_dtype", "parse_cast", "shown"]
-
 Expected = Iterable[str] | Mapping[str, Sequence[int] | None]
 """The names that an export must have, no more and no less; a mapping also gives shapes, or None if unknown."""
 

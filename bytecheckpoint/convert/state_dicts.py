@@ -13,8 +13,6 @@ from ..format.values import Container, decode_value
 from ..frameworks.tree_paths import is_sequence
 from ..tensors.metadata import Path
 
-__all__ = ["Refused", "StoredTensorRef", "find_all", "replace_all", "section_state"]
-
 _MODELS = frozenset({"module", "fsdp1", "deepspeed", "megatron"})
 _OPTIMIZERS = frozenset({"optimizer", "deepspeed-optimizer", "megatron-optimizer"})
 _EXTRA_STATE = "_extra_state"

@@ -20,8 +20,6 @@ from .selection import output_dtype, parse_cast
 from .state_dicts import Refused, find_all, section_state
 from .torch_layout import TorchLayout
 
-__all__ = ["TorchFileReport", "export_torch_file", "exportable_state", "left_out_of", "whole_tensor"]
-
 
 @dataclass(frozen=True)
 class TorchFileReport:

@@ -23,8 +23,6 @@ from ..storage_backends.base import ObjectWriter
 from .rewriter import OutputTensor, Progress
 from .state_dicts import StoredTensorRef, replace_all
 
-__all__ = ["TorchLayout"]
-
 # The records of a zip archive (APPNOTE.TXT, section 4.3).
 _DESCRIPTOR = b"PK\x07\x08"  # the CRC-32 follows it
 _ENTRY, _ENTRY_CRC, _ENTRY_BYTES = b"PK\x01\x02", 16, 46

@@ -13,8 +13,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..errors import StateError, UsageError
 
-__all__ = ["ElasticDataset"]
-
 
 @dataclass
 class _Progress:

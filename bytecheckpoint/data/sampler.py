@@ -14,8 +14,6 @@ from torch.utils.data import Sampler
 
 from ..errors import StateError, UsageError
 
-__all__ = ["ElasticSampler"]
-
 
 @dataclass(frozen=True)
 class Remainder:

@@ -31,8 +31,6 @@ from ..errors import KeyExistsError, UsageError
 from ..planners import split_box
 from .stored_items import StoredItems
 
-__all__ = ["DcpExportReport", "export_dcp"]
-
 _METADATA_KEY = ".metadata"
 _CHUNK_BYTES = 64 << 20
 """DCP reads whole chunks, so larger ones make a rank read bytes that it does not need."""

@@ -27,9 +27,6 @@ from ..tensors.geometry import Box
 from ..tensors.metadata import Path
 from ..tensors.shards import SectionSource, Shard, basic_meta
 
-__all__ = ["METADATA_KEY", "ItemPaths", "SectionItems", "StoredAs"]
-__all__ += ["describe_containers", "resolve_items", "top_level_section"]
-
 _ZIP = b"PK"  # the first bytes of what torch.save writes
 
 METADATA_KEY = "dcp"

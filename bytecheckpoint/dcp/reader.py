@@ -38,8 +38,6 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import basic_meta, torch_dtype
 from .stored_items import StoredItems
 
-__all__ = ["Reader"]
-
 
 class Reader(StorageReader):
     """Reads checkpoints of this library for ``torch.distributed.checkpoint``, and verifies every byte.

@@ -29,8 +29,6 @@ from ..tensors.tables import BoxTable, Int64, TensorTable
 from ..version import HEADER_METADATA, VERSION
 from .items import SectionItems, describe_containers
 
-__all__ = ["RankRecord", "Share", "assemble", "check_tiling", "write_items"]
-
 
 def check_tiling(plans: Sequence[SavePlan]) -> int:
     """Check that the boxes of all ranks tile their tensors; return the bytes of all boxes.

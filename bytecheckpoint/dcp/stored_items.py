@@ -14,8 +14,6 @@ from ..convert.state_dicts import Refused, StoredTensorRef, find_all, replace_al
 from ..tensors.metadata import Path
 from .items import StoredAs
 
-__all__ = ["StoredItems"]
-
 
 @dataclass
 class StoredItems:

@@ -40,8 +40,6 @@ from ..telemetry.trace import Timings
 from .items import METADATA_KEY, ItemPaths, StoredAs, describe_containers, resolve_items, top_level_section
 from .record import RankRecord, Share, assemble, check_tiling, write_items
 
-__all__ = ["Writer"]
-
 _NOTE = "dcp-attempt"
 """Names the attempt while ranks write that use a cached plan, which names an earlier one."""
 

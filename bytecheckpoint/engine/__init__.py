@@ -1,5 +1,3 @@
 """Move bytes: staging memory, threads, writing, reading and merging, whatever the framework and the layout."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["PAGE", "Block", "Pinning", "page_round"]
-
-
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,6 @@ import xxhash
 from ..format.checksums import Checksums, checksum_column, checksum_of, empty_checksums
 from ..tensors.tables import Int64, ragged_positions
 
-__all__ = ["ChunkHasher", "chunk_bounds", "chunk_checksums", "chunk_size_for"]
-
 _MIN_CHUNK_BYTES = 256 << 10  # longer chunks hash no faster
 _MAX_CHUNKS = 4 << 20  # 64 MiB of manifest
 

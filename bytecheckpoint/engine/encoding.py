@@ -23,8 +23,6 @@ from ..tensors.tables import Int64
 from .checksums import ChunkHasher
 from .files import FileImage
 
-__all__ = ["ChunkEncoder", "EncodedPiece", "Frames", "UnencodedPiece"]
-
 Release = Callable[[], object]
 
 

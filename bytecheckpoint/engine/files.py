@@ -20,8 +20,6 @@ from ..tensors.geometry import Box
 from ..tensors.shards import Shard
 from ..tensors.tables import Int64
 
-__all__ = ["BaseChunks", "FileImage", "FileLayout", "data_key", "lay_out_file", "tensor_image"]
-
 
 @dataclass(frozen=True, eq=False)
 class FileLayout:

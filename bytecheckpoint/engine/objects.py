@@ -13,8 +13,6 @@ from ..storage_backends import folder_name, open_sibling
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
 
-__all__ = ["OBJECTS", "attempts_of", "data_of", "files_of", "objects_next_to"]
-
 OBJECTS = "objects"
 """The folder of a root with the files that its incremental checkpoints share."""
 

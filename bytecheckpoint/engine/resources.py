@@ -14,8 +14,6 @@ from ..errors import UsageError
 from ..runtime.threads import Threads, before_exit
 from .reading.bounce import BouncePool
 
-__all__ = ["IOEngine"]
-
 _IO_THREADS = 8  # four writes in flight saturate a virtio or NVMe disk, while four more threads copy and hash
 _DAEMON_CALL_S = 5.0  # at exit: limit for daemon threads to finish their save or load
 _DAEMON_END_S = 1.0  # at exit: limit for these threads to end

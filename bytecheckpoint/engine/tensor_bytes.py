@@ -8,8 +8,6 @@ import torch
 
 from ..tensors.geometry import Box
 
-__all__ = ["CARRIERS", "as_bytes", "box_view", "byte_view", "copy_elements", "copy_memory"]
-
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By size, the dtype as which elements are moved: torch cannot copy elements of every dtype."""
 

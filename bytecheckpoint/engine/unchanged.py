@@ -18,8 +18,6 @@ from .files import FileImage
 from .staging.pieces import is_plain
 from .tensor_bytes import byte_view
 
-__all__ = ["find_unchanged"]
-
 _MIN_GAP = 1 << 20  # bytes; a shorter run of unchanged chunks is copied faster than it is left out
 
 

@@ -25,8 +25,6 @@ from .encoding import ChunkEncoder, Frames, UnencodedPiece
 from .files import FileImage
 from .staging.staging import Staging
 
-__all__ = ["FileSequence", "FileWriter", "WrittenFile", "check_space", "write_images", "write_whole"]
-
 _MAX_OPEN_FILES = 2  # while one file is made durable, the next one keeps the device busy
 
 Release = Callable[[], object]

@@ -28,8 +28,6 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, torch_dtype
 from ..tensors.tables import BoxTable, TensorTable
 
-__all__ = ["IndexBuilder", "StoredBox", "StoredLeaf", "contiguous_boxes"]
-
 _MAX_RUNS = 1 << 20  # of one tensor that is not contiguous in its file
 
 

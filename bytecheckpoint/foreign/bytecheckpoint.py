@@ -21,8 +21,6 @@ from .pickles import Global, TensorRef
 from .source_path import SourcePath
 from .torch_values import TorchValues
 
-__all__ = ["read_bytecheckpoint"]
-
 _METADATA = Global("bytecheckpoint.checkpointer.meta_type", "Metadata")
 _EXTRA_FILE = re.compile(r"extra_state_rank_(\d+)\.pt")
 _MISSING = object()

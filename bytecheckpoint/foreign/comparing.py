@@ -17,8 +17,6 @@ from ..runtime.threads import Threads
 from ..tensors.geometry import Box, moved_box
 from ..tensors.shards import torch_dtype
 
-__all__ = ["Comparison", "compare", "distinct"]
-
 _PIECE_BYTES = 8 << 20
 _THREADS = 4
 _MAX_FAULTS = 64

@@ -25,8 +25,6 @@ from .pickles import Global, Instance, Storage, TensorRef, explain, interpret, s
 from .source_path import SourcePath, read_all
 from .torch_values import TorchValues
 
-__all__ = ["METADATA_KEY", "DcpFolder", "Item", "read_dcp"]
-
 METADATA_KEY = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp")

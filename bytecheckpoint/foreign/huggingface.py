@@ -21,8 +21,6 @@ from .safetensors_folder import SafetensorsFolder, check_weight_map, meta_of, re
 from .source_path import SourcePath, read_all
 from .torch_values import TorchValues
 
-__all__ = ["STATE_KEY", "TrainerState", "read_huggingface"]
-
 _BIN_INDEX_KEY = "pytorch_model.bin.index.json"
 _BIN_KEYS = ("pytorch_model.bin", "adapter_model.bin")
 """The names of a model in one file."""

@@ -13,8 +13,6 @@ from ..frameworks.module_tree import clean_name
 from ..frameworks.sections import is_section_name
 from .building import StoredLeaf
 
-__all__ = ["EXTRA_SECTION", "MODEL_SECTION", "OPTIMIZER_SECTION", "is_state_dict", "module_names", "sections_of"]
-
 MODEL_SECTION, OPTIMIZER_SECTION, EXTRA_SECTION = "model", "optimizer", "extra_state"
 
 _COMMON_NAMES = {

@@ -27,8 +27,6 @@ from .reindexing import Stored
 from .source_path import SourcePath, open_parent, read_index
 from .torch_values import read_torch_file
 
-__all__ = ["CheckpointSource"]
-
 _READERS: tuple[Callable[[SourcePath], Index | None], ...] = (
     *(read_megatron, read_dcp, read_bytecheckpoint, read_deepspeed, read_huggingface, read_torch_file),
 )

@@ -22,8 +22,6 @@ from .reindexing import Stored, rule_name
 from .source_path import SourcePath, read_all, read_index
 from .torch_values import read_torch_file
 
-__all__ = ["stored_by_ranks"]
-
 _SECTION = "files"  # of the tables that describe the files; only messages show it
 _SYSTEM = "files of ranks"
 

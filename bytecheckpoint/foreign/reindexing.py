@@ -24,8 +24,6 @@ from ..tensors.tables import BoxTable, Int64, TensorTable
 from .comparing import Comparison, distinct
 from .naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION
 
-__all__ = ["Stored", "rule_name"]
-
 
 def rule_name(section: str, fqn: str, plain: str | None) -> str:
     """Return the name of a stored tensor as rules see it: without the name of the section that holds the model."""

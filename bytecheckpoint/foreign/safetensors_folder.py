@@ -22,8 +22,6 @@ from ..tensors.dtypes import DTYPES, DType
 from ..tensors.metadata import BasicMeta
 from .source_path import SourcePath
 
-__all__ = ["SafetensorsFolder", "check_weight_map", "meta_of", "read_weight_map"]
-
 _BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors is not None}
 # This library writes this dtype under another code, because the standard reader cannot represent it.
 _BY_CODE["F8_E8M0"] = DTYPES["float8_e8m0fnu"]

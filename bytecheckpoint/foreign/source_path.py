@@ -20,8 +20,6 @@ from ..errors import (
 from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
 
-__all__ = ["SourcePath", "open_parent", "read_all", "read_index"]
-
 _THREADS = 16  # that wait for the store
 
 _FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)

@@ -22,8 +22,6 @@ from .naming import sections_of
 from .pickles import Global, Instance, Storage, TensorRef, explain
 from .source_path import SourcePath
 
-__all__ = ["TorchValues", "read_small", "read_torch_file"]
-
 _MAX_SMALL_BYTES = 16 << 20
 
 

@@ -8,8 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-__all__ = ["CHECKSUM_BYTES", "Checksums", "checksum_column", "checksum_of", "empty_checksums"]
-
 CHECKSUM_BYTES = 16
 
 Checksums = npt.NDArray[np.void]

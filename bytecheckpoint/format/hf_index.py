@@ -10,8 +10,6 @@ from collections.abc import Mapping
 
 from .manifest import COMPANION, Manifest
 
-__all__ = ["ADAPTER_CONFIG_KEY", "CONFIG_KEY", "INDEX_KEY", "SINGLE_KEY", "index_document", "model_directory"]
-
 INDEX_KEY = "model.safetensors.index.json"
 SINGLE_KEY = "model.safetensors"
 CONFIG_KEY = "config.json"

@@ -12,8 +12,6 @@ import msgpack
 
 from ..errors import FormatError
 
-__all__ = ["scan_msgpack", "unpack_plain"]
-
 # By a value's first byte: the width of the length that follows, the number of other bytes that follow, and for arrays
 # and maps the number of items (per entry, if a length follows).
 # fmt: off

@@ -18,9 +18,6 @@ from ..errors import FormatError
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.geometry import Box
 
-__all__ = ["DATA_ALIGNMENT", "HeaderEntry", "HeaderRecord", "SafetensorsHeader", "build_header", "parse_header"]
-__all__ += ["shard_name"]
-
 DATA_ALIGNMENT = 4096
 """The alignment of the data area in bytes, in files that this library writes."""
 

@@ -10,8 +10,6 @@ import torch
 from ..errors import BytecheckpointError, MismatchError, StateError, UsageError
 from .loader_states import find_part, refuse_loader, stored_workers, workers_of
 
-__all__ = ["DataLoaderState", "Divisible", "needs_all", "prepare"]
-
 Resumed = dict[str, tuple[str, str]]
 
 

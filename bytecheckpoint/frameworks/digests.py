@@ -10,8 +10,6 @@ import xxhash
 from ..tensors.derived import is_derived
 from ..tensors.metadata import BasicMeta
 
-__all__ = ["device_digest", "digest_on_device", "tensor_digest"]
-
 _PIECE = 1 << 26  # bytes: bounds the temporary memory on a device
 # Odd constants with well-mixed bits (from splitmix64 and xxh64), written as signed words for torch.
 _STRIDE, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685

@@ -29,21 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from typing_extensions import TypeIs
 
-__all__ = [
-    "dtensor_around",
-    "dtensor_boxes",
-    "dtensor_layout",
-    "dtensor_shards",
-    "empty_like_dtensor",
-    "is_dtensor",
-    "loaded_class",
-    "local_tensor",
-    "named_whole",
-    "replica_ranks",
-    "sharding_of",
-    "with_memory",
-]
-
 
 def loaded_class(module: str, name: str) -> type | tuple[()]:
     """A class for ``isinstance``; if its module is not loaded, no object is an instance. Imports nothing."""

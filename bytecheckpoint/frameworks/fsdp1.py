@@ -28,8 +28,6 @@ from .module import ModuleAdapter, choose_stored_name
 from .module_tree import Slot, has_fsdp1, modules_of, named_submodules
 from .tensors import dense_view
 
-__all__ = ["FSDP1Adapter", "FlatParam", "OriginalParam", "flat_params"]
-
 
 class FSDP1Adapter(ModuleAdapter):
     """Modules that contain ``FullyShardedDataParallel``, with every sharding strategy and ``use_orig_params`` setting.

@@ -21,8 +21,6 @@ from ..tensors.mesh_layout import MeshPlace
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import IrregularShard, MeshShard, Shard, basic_meta
 
-__all__ = ["ParamLayout", "ParamPart"]
-
 
 class ParamPart(NamedTuple):
     """Elements of the local memory that hold ``box`` of the tensor ``fqn``.

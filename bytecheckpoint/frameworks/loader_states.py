@@ -16,8 +16,6 @@ import torch
 
 from ..errors import StateError, UsageError
 
-__all__ = ["LoaderPart", "find_part", "refuse_loader", "stored_workers", "workers_of"]
-
 State = Mapping[str, Any]
 
 # Keys that the nodes of torchdata store with the state of their source.

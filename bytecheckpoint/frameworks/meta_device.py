@@ -14,8 +14,6 @@ from .base import Context
 from .dtensor import is_dtensor, with_memory
 from .module_tree import Slot
 
-__all__ = ["materialize"]
-
 
 def materialize(slots: Sequence[Slot], context: Context) -> torch.Tensor:
     """Give the meta tensor of these (tied) slots uninitialized memory, and return the tensor that has it.

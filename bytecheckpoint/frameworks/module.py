@@ -36,8 +36,6 @@ from .tree_target import Restore, TreeBuilder
 from .unsupported import require_no_masters
 from .wrapper_tensors import WRAPPER, held_wrapper, require_same_wrapper
 
-__all__ = ["ENGINE_COUNTERS", "ModuleAdapter", "choose_stored_name", "parameter_layouts"]
-
 ENGINE_COUNTERS = "_engine"
 """The counters of a DeepSpeed engine have the path ``(ENGINE_COUNTERS, number)``; other modules have none."""
 

@@ -14,24 +14,6 @@ from ..errors import NameCollisionError
 from .dtensor import is_dtensor, loaded_class, local_tensor
 from .tensors import TensorKind, tensor_kind
 
-__all__ = [
-    "EXTRA_STATE",
-    "Slot",
-    "clean_name",
-    "declared_replicas",
-    "fsdp2_modules",
-    "fsdp2_params",
-    "group_tied",
-    "has_fsdp1",
-    "is_engine",
-    "join_names",
-    "modules_of",
-    "named_slots",
-    "named_submodules",
-    "submodules",
-    "tie_key",
-]
-
 EXTRA_STATE = "_extra_state"
 """A module's extra state has the path ``(EXTRA_STATE, fqn, ...)``. In torch's state dicts this ends its name."""
 

@@ -25,8 +25,6 @@ from .optimizer_wrappers import StateHolder, as_list, holders_of, is_optimizer, 
 from .scaled_state import converts_state
 from .stored_state_dict import StoredStateDict, is_stored_state_dict
 
-__all__ = ["LOSS_SCALER", "OptimizerAdapter", "fill_by_name"]
-
 LOSS_SCALER = "loss_scaler"
 """The state of a dynamic loss scaler has the path ``(LOSS_SCALER, number)``; most optimizers have none."""
 

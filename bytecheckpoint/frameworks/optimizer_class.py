@@ -17,8 +17,6 @@ from ..tensors.shards import Path
 from .base import Context
 from .optimizer_params import NamedParam
 
-__all__ = ["class_path", "counts_in_numbers", "is_elementwise", "lineage_of", "needed_keys", "require_same_class"]
-
 _MAX_SHOWN = 5
 
 _ADAMS = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam"})

@@ -18,8 +18,6 @@ from ..tensors.shards import Path
 from .optimizer_params import NamedParam
 from .optimizer_wrappers import StateHolder
 
-__all__ = ["GroupOptions", "agreed_options", "empty_groups", "group_path", "groups_of", "options_of", "same_value"]
-
 _IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that choose an implementation of the step but not its result. A load keeps the target's."""
 

@@ -21,8 +21,6 @@ from .layout import ParamLayout
 from .module_tree import clean_name, modules_of, named_slots
 from .optimizer_wrappers import StateHolder
 
-__all__ = ["NamedParam", "OwnedLayout", "named_params", "owned_layouts"]
-
 
 @dataclass(eq=False)
 class NamedParam:

@@ -28,23 +28,6 @@ from .optimizer_params import NamedParam
 from .tensors import TensorKind, dense_view, tensor_kind, tensor_shards
 from .wrapper_tensors import WRAPPER, HeldWrapper, held_wrapper
 
-__all__ = [
-    "MASTER",
-    "MASTERS_OF",
-    "TENSOR_LEAF",
-    "StoredParam",
-    "StoredState",
-    "capture_state",
-    "empty_state_path",
-    "is_whole",
-    "lay_out",
-    "lay_out_wrapper",
-    "map_leaves",
-    "state_name",
-    "state_path",
-    "wrapper_entry",
-]
-
 MASTER = "master"
 """The key of a master weight, which is stored with a parameter's state."""
 

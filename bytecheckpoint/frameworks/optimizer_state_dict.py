@@ -19,8 +19,6 @@ from .optimizer_wrappers import StateHolder
 from .stored_state_dict import is_numbered, is_stored_state_dict, names_of_group
 from .tree import TreeAdapter
 
-__all__ = ["StateTreeAdapter"]
-
 
 class StateTreeAdapter(TreeAdapter):
     """Trees. The state dict of an optimizer among them also loads what the optimizer itself has stored.

@@ -30,8 +30,6 @@ from .optimizer_state import (
 from .tensors import tensor_kind, tensor_shards
 from .wrapper_tensors import WRAPPER, HeldWrapper, make_wrapper, require_same_wrapper
 
-__all__ = ["StateFiller"]
-
 _Values = Mapping[Path, Any]
 
 

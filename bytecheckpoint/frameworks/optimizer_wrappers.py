@@ -20,8 +20,6 @@ from .base import Context
 from .dtensor import loaded_class
 from .module_tree import modules_of
 
-__all__ = ["StateHolder", "as_list", "holders_of", "is_optimizer", "require_complete"]
-
 _IN_BACKWARD = "_in_backward_optimizers"
 _STANDARD = frozenset({"state", "param_groups"})
 

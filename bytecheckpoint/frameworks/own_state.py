@@ -20,8 +20,6 @@ from .module_tree import EXTRA_STATE, Slot, clean_name, has_fsdp1, join_names, s
 from .tensors import tensor_kind, tensor_shards
 from .tree_capture import Capture
 
-__all__ = ["ENTRY", "VERSION", "OwnState", "capture_own_state", "find_own_state", "slots_by_owner"]
-
 ENTRY = "_state_dict"
 """An entry that is not a tensor has the path ``(ENTRY, name, ...)``."""
 VERSION = "_metadata"

@@ -22,8 +22,6 @@ from .own_state import ENTRY, VERSION, OwnState, is_extra_state, may_rename_on_l
 from .tree_paths import PathIndex
 from .tree_target import TreeBuilder
 
-__all__ = ["OwnStateTarget"]
-
 
 class OwnStateTarget:
     """The modules of a section that customize their state dicts, as targets of a load.

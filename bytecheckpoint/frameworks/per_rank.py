@@ -8,8 +8,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 from ..runtime.arguments import check_choice
 
-__all__ = ["OnResize", "PerRank", "PerRankState", "choose_rank"]
-
 OnResize = Literal["error", "lowest", "modulo", "skip"]
 """What a load does at another world size. ``error``: refuse. ``lowest``: every rank loads rank 0's value. ``modulo``:
 rank ``r`` loads the value of ``r % saved world size``. ``skip``: leave the value in memory unchanged."""

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 from ..errors import UnsupportedTensorError
 from ..tensors.geometry import Box
 
-__all__ = ["LocalBox", "MeshSharding", "split_factor"]
-
 _Run = tuple[int, int]
 """Start and length along one tensor dimension, in global coordinates."""
 

@@ -18,8 +18,6 @@ from ..tensors.shards import SectionTarget, StoredSection
 from .base import Context
 from .module_tree import named_slots, named_submodules
 
-__all__ = ["apply_name_rules"]
-
 _UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
 _MISSING = "_keys_to_ignore_on_load_missing"
 _TIED = "_tied_weights_keys"

@@ -24,8 +24,6 @@ from .optimizer_state_dict import StateTreeAdapter
 from .tree import CapturedAdapter, StatefulAdapter
 from .unsupported import require_supported
 
-__all__ = ["ENTRY_POINT_GROUP", "adapter_names", "find_adapter", "parameter_layouts", "register_adapter"]
-
 ENTRY_POINT_GROUP = "bytecheckpoint.frameworks"
 
 # Adapters of equal priority are tried in this order.

@@ -15,8 +15,6 @@ from ..errors import StateError
 from ..runtime.arguments import check_choice
 from .per_rank import PerRankState
 
-__all__ = ["RNGState"]
-
 OnRNGResize = Literal["reseed", "lowest", "error"]
 
 _CPU_GENERATORS = ("python", "numpy", "torch")

@@ -13,8 +13,6 @@ import torch
 
 from ..tensors.derived import DerivedTensor
 
-__all__ = ["OWN_MASTER", "converts_state", "fp32_state"]
-
 OWN_MASTER = "master_param"
 """The key of the master weight in the state of an optimizer that holds it itself."""
 

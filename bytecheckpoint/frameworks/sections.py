@@ -16,17 +16,6 @@ from ..tensors.shards import SectionSource
 from .base import Adapter, Context
 from .registry import find_adapter, parameter_layouts
 
-__all__ = [
-    "Section",
-    "check_name",
-    "check_state",
-    "is_section_name",
-    "rank_name",
-    "resolve_sections",
-    "split_rank_name",
-    "undone_on_failure",
-]
-
 _log = logging.getLogger(__name__)
 
 _SECTION_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")

@@ -15,8 +15,6 @@ import torch
 from .dtensor import is_dtensor, local_tensor
 from .module_tree import modules_of
 
-__all__ = ["StepHooks"]
-
 
 class StepHooks:
     """Hooks before every step and load that may change the tensors of a state's optimizers.

@@ -26,9 +26,6 @@ from .optimizer_state import TENSOR_LEAF, empty_state_path, state_path
 from .tensors import tensor_shards
 from .tree_paths import PathIndex, build_tree
 
-__all__ = ["StoredStateDict", "is_numbered", "is_stored_state_dict", "names_of_group", "only_division"]
-
-
 _MAX_STATES = 1 << 12  # more ways than this that fit a part of the model are not followed
 
 Shape = tuple[int, ...]

@@ -13,8 +13,6 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import IrregularShard, Shard
 from .dtensor import dtensor_shards, is_dtensor, loaded_class, local_tensor, named_whole
 
-__all__ = ["TensorKind", "dense_view", "has_no_dense_memory", "tensor_kind", "tensor_shards"]
-
 _ADVICE = {
     torch.sparse_coo: ".to_dense()",
     torch.sparse_csr: ".to_dense()",

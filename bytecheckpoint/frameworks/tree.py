@@ -19,8 +19,6 @@ from .tree_capture import Capture
 from .tree_paths import is_stateful, kind_of
 from .tree_target import build_target
 
-__all__ = ["CapturedAdapter", "CapturedSection", "StatefulAdapter", "TreeAdapter"]
-
 _PLAIN = (
     bool,
     int,

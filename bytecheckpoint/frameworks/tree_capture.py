@@ -19,8 +19,6 @@ from .tensors import TensorKind, tensor_kind, tensor_shards
 from .tree_paths import PathIndex, kind_of
 from .unsupported import require_supported
 
-__all__ = ["ROOT_TENSOR", "Capture", "SameMemory", "state_of"]
-
 ROOT_TENSOR: Path = ("tensor",)
 """The path of a tensor that is a section by itself."""
 

@@ -26,8 +26,6 @@ from ..errors import MismatchError, UnserializableError
 from ..format.values import MAX_DEPTH, Container, Path, path_name
 from .per_rank import PerRank
 
-__all__ = ["PathIndex", "build_tree", "is_sequence", "is_stateful", "kind_of", "tuple_like", "value_like", "with_lists"]
-
 _KEPT_MAPPINGS = (dict, OrderedDict, defaultdict)
 
 

@@ -25,8 +25,6 @@ from .tensors import tensor_kind, tensor_shards
 from .tree_capture import ROOT_TENSOR, Capture, SameMemory, state_of
 from .tree_paths import PathIndex, build_tree, is_sequence, kind_of, tuple_like, value_like
 
-__all__ = ["Restore", "TreeBuilder", "build_target"]
-
 Values = Mapping[Path, Any]
 Restore = Callable[[Values], Any]
 

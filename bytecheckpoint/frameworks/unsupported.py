@@ -17,8 +17,6 @@ from ..errors import StateError, UnknownObjectError
 from .module_tree import modules_of, named_slots, submodules
 from .optimizer_wrappers import as_list, is_optimizer
 
-__all__ = ["require_no_masters", "require_supported"]
-
 _GATHER = "Save a state dict of plain tensors that the framework gathers, or use the framework's own checkpoints"
 _ENGINE = f"No adapter supports this engine, which may keep parameters elsewhere. {_GATHER}"
 _SHARDED = f"It keeps shards of the parameters outside of them. {_GATHER}"

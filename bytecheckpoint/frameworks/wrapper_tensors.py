@@ -30,8 +30,6 @@ from ..tensors.shards import Shard, basic_meta
 from .dtensor import dtensor_around, dtensor_boxes, is_dtensor, local_tensor
 from .tensors import dense_view
 
-__all__ = ["WRAPPER", "HeldWrapper", "held_wrapper", "make_wrapper", "require_same_wrapper"]
-
 WRAPPER = "__wrapper__"
 """The key of the record in the stored entry of a wrapper."""
 

@@ -18,8 +18,6 @@ from ..tensors.shards import torch_dtype
 from .layouts.parts import StridedView, box_of
 from .layouts.recording import Copy, ReadView, Recorder
 
-__all__ = ["DeliveryReport", "StoredWeights"]
-
 _SCRATCH_BYTES = 256 << 20  # in use at a time for reads that cannot go directly to a parameter
 
 _Part = tuple[int, Box, torch.Tensor]

@@ -24,8 +24,6 @@ from .options import Fault, LoadRequest
 from .shared_reads.negotiation import Answer, ReadOffer, answer_offers
 from .stored import OpenCheckpoint, OpenSection
 
-__all__ = ["Verdict", "agree"]
-
 _Bits = npt.NDArray[np.bool_]
 
 

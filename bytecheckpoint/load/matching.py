@@ -23,8 +23,6 @@ from .options import Cast, Fault, LoadRequest
 from .overlaps import overlapping_shards
 from .stored import OpenCheckpoint, OpenSection, TensorSources
 
-__all__ = ["Match", "Target", "fault_lines", "match_targets", "mismatch_error", "refuse_cast"]
-
 _MAX_SHOWN_FAULTS = 40  # per kind; a message with thousands of names cannot be read
 
 

@@ -10,8 +10,6 @@ from ..frameworks.per_rank import choose_rank
 from ..tensors.shards import Path
 from .options import Fault, LoadRequest, renaming
 
-__all__ = ["RankChoices", "TargetNames"]
-
 
 class TargetNames:
     """The target's names for stored ones. A rename keeps every name in its section.

@@ -20,19 +20,6 @@ from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.arguments import check_arguments, check_choice, choice, options_of
 from .shared_reads.negotiation import ShareReads
 
-__all__ = [
-    "Cast",
-    "Fault",
-    "GivenRules",
-    "LoadOptions",
-    "LoadRequest",
-    "Rename",
-    "Strictness",
-    "read_rules",
-    "renaming",
-    "rules_argument",
-]
-
 GivenRules: TypeAlias = Rules | str | os.PathLike[str]
 """Rules, the path or URL of a TOML file, or the name of a set of rules that the library contains."""
 

@@ -11,8 +11,6 @@ import torch
 from ..tensors.derived import is_derived
 from ..tensors.shards import Shard
 
-__all__ = ["overlapping_shards"]
-
 
 class _Extent(NamedTuple):
     """The bytes from the first to the last element of a shard, by address. ``steps`` are (stride, size) in elements.

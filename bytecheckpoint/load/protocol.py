@@ -25,8 +25,6 @@ from .options import LoadRequest
 from .report import LoadReport
 from .run import LoadRun
 
-__all__ = ["load"]
-
 
 def load(
     engine: IOEngine, source: CheckpointSource | Index, op: Operation, state: Mapping[str, Any], options: LoadRequest

@@ -18,8 +18,6 @@ from .shared_reads.exchange import ReadRequest
 from .shared_reads.negotiation import Answer, ReadOffer
 from .shared_reads.run import PlannedReads, plan_reads, run_reads
 
-__all__ = ["ReadCounts", "ShardReads", "plan_shard_reads", "read_shards"]
-
 
 @dataclass(frozen=True)
 class ShardReads:

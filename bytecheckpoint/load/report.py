@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import without_userinfo
 from ..telemetry.trace import Timings
 
-__all__ = ["LoadReport"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:

@@ -24,8 +24,6 @@ from .report import LoadReport
 from .shared_reads.negotiation import make_offer
 from .stored import OpenCheckpoint, SectionReader
 
-__all__ = ["LoadRun", "PreparedLoad"]
-
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -19,8 +19,6 @@ from ..tensors.shards import Path, StoredSection
 from .names import RankChoices, TargetNames
 from .options import Fault, LoadRequest
 
-__all__ = ["OpenCheckpoint", "OpenSection", "SectionReader", "TensorEntry", "TensorSources"]
-
 _ATOMS = (bool, int, float, str, type(None))
 
 

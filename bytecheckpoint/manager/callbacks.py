@@ -10,8 +10,6 @@ from typing import Any
 from ..errors import UsageError
 from ..save.handle import SaveHandle, SaveResult, failure_of
 
-__all__ = ["CallbackRunner", "Callbacks"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -36,9 +36,6 @@ from ..session import Session
 from .options import Cadence, Preemption
 from .signals import SignalWatch
 
-__all__ = ["CoordinationRounds", "Decision", "RoundTimer", "SaveCall", "SaveCoordinator", "SavesInFlight"]
-__all__ += ["EARLIER_SAVES", "agree_on_last_save"]
-
 _MAX_MESSAGE = 2000  # characters
 _POLL_S = 0.02
 _MAX_TURNS = 10_000  # between two rounds, however short the turns seem

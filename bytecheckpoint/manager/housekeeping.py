@@ -23,8 +23,6 @@ from ..save.handle import SaveHandle, failure_of
 from ..storage_backends import StorageBackend, check_key
 from .options import Retention
 
-__all__ = ["Cleaner", "Committed", "Housekeeping", "StepNames", "expendable"]
-
 _ON_EXCEPTION = "-exception"
 _UPLOAD_GRACE_S = 24 * 3600.0
 

@@ -47,8 +47,6 @@ from .resources import ManagerResources
 from .signals import SignalWatch
 from .tier import TierFolder
 
-__all__ = ["CheckpointManager"]
-
 _MIN_DEADLINE_S = 1.0  # of a save on preemption, even if the grace period is already over
 
 State: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]

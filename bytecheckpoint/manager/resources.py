@@ -19,8 +19,6 @@ from .housekeeping import Housekeeping
 from .signals import SignalWatch
 from .tier import TierFolder
 
-__all__ = ["ManagerResources"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from ..errors import UsageError
 
-__all__ = ["SignalWatch"]
-
 _log = logging.getLogger(__name__)
 
 

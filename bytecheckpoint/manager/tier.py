@@ -27,8 +27,6 @@ from ..transfer.staged import continue_upload, is_pending, remove_superseded
 from ..transfer.transfer import Stop
 from .housekeeping import Cleaner, StepNames
 
-__all__ = ["TierFolder"]
-
 _log = logging.getLogger(__name__)
 
 _MANY_WAITING = 4  # checkpoints for the upload; more is not a peak any more

@@ -11,8 +11,6 @@ from .dims import WHOLE, Parts
 from .kinds import Averaged, Flat, Ignored, Replicated, Rule, Shaped, Sharded, Split
 from .patterns import MEMBER, PART, Captures, Pattern, PatternError
 
-__all__ = ["Compiled", "compile_rule", "inverse_rule"]
-
 _MAX_ATOMS = 1 << 20
 
 

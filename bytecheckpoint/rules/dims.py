@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Atom", "Parts", "Run", "Unexplained", "runs"]
-
 WHOLE = ""
 """The name of the only part of a dimension without parts."""
 

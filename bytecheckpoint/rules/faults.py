@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from ..errors import RuleError
 from .patterns import numbered
 
-__all__ = ["Faults", "nearest"]
-
 _MAX_LINES = 64
 
 

@@ -20,8 +20,6 @@ from .placing import Matched, Mesh, Unplaced, position_on
 from .resolution import Region, Source, place_text
 from .shaping import Draft, shape_tensors
 
-__all__ = ["flat_tensors"]
-
 Member = tuple[str, tuple[int, ...]]
 _Find = Callable[[str], "tuple[Compiled, Captures] | None"]
 

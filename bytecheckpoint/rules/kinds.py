@@ -9,19 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-__all__ = [
-    "KINDS",
-    "Averaged",
-    "Flat",
-    "Ignored",
-    "Replicated",
-    "Rule",
-    "Shaped",
-    "Sharded",
-    "Split",
-    "Unique",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:

@@ -12,8 +12,6 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
-__all__ = ["MEMBER", "PART", "Captures", "Pattern", "PatternError"]
-
 Captures = dict[str, "str | int"]
 """What a pattern captured. Captures of the type ``int`` are numbers."""
 

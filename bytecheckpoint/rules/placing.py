@@ -13,8 +13,6 @@ from .kinds import Shaped
 from .patterns import Captures
 from .resolution import Source, place_text
 
-__all__ = ["Matched", "Mesh", "Numbering", "Unplaced", "position_on", "ranks_of"]
-
 Mesh = Mapping[str, int]
 """The number of ranks along each axis."""
 

@@ -15,18 +15,6 @@ from ..tensors.metadata import BasicMeta
 from .faults import Faults
 from .kinds import Rule
 
-__all__ = [
-    "FilePattern",
-    "GlobalTensor",
-    "RankFile",
-    "Region",
-    "Resolution",
-    "Source",
-    "in_stored_order",
-    "place_text",
-    "rank_files",
-]
-
 
 class Source(NamedTuple):
     """A tensor as it is stored: what the rules explain.

@@ -18,8 +18,6 @@ from .resolution import GlobalTensor, RankFile, Resolution, Source, in_stored_or
 from .shaping import Draft, shape_tensors
 from .tables import check_files, parse_rules, read_table, rule_table, write_rules
 
-__all__ = ["Rules"]
-
 _SETS = "sets"
 _MAX_SUGGESTED = 256  # names among which the nearest are searched
 

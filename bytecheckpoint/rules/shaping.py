@@ -18,8 +18,6 @@ from .patterns import PART, Captures, PatternError
 from .placing import Matched, Mesh, Numbering, Unplaced, ranks_of
 from .resolution import Region
 
-__all__ = ["Draft", "shape_tensors"]
-
 _MAX_SPREAD = 1 << 20  # global tensors of one stored tensor
 
 

@@ -13,8 +13,6 @@ from .faults import Faults, nearest
 from .kinds import KINDS, Rule, Split
 from .resolution import FilePattern
 
-__all__ = ["check_files", "parse_rules", "read_table", "rule_table", "write_rules"]
-
 Variables = Mapping[str, int]
 
 _AXES = ("axis", "replicas", "stacked", "shared")  # a single text may stand for a list of one

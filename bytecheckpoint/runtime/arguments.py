@@ -18,9 +18,6 @@ import torch
 
 from ..errors import UsageError
 
-__all__ = ["ARGUMENTS", "STEP", "Rule", "check_arguments", "check_choice", "choice", "deadline_of", "optional"]
-__all__ += ["options_of", "positive_number", "whole_number"]
-
 _T = TypeVar("_T")
 
 Rule: TypeAlias = Callable[[str, Any], Any]

@@ -13,8 +13,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["paused"]
-
 _lock = threading.Lock()
 _pauses = 0
 _was_enabled = False

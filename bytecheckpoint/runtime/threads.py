@@ -13,8 +13,6 @@ from typing import ParamSpec, TypeVar
 
 from ..errors import ThreadError
 
-__all__ = ["Threads", "before_exit", "run_daemon"]
-
 T = TypeVar("T")
 P = ParamSpec("P")
 

@@ -1,5 +1,3 @@
 """The save protocol and its steps."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

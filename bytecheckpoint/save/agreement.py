@@ -26,8 +26,6 @@ from ..planners import CONTRIBUTION_BYTES, CachedPlan, PlanCache, pack_boxes
 from .local_state import LocalState, OrderedPlan
 from .selection import raise_unmatched
 
-__all__ = ["NewPlan", "Plans", "RankSummary", "SaveShare", "agree", "pack_parts", "unpack_parts"]
-
 Plans = PlanCache[FileLayout, MergeWork]
 PlannedShare = CachedPlan[FileLayout, MergeWork]
 

@@ -22,8 +22,6 @@ from ..storage_backends.base import StorageBackend
 from .engine import SaveEngine
 from .options import AUTO, SaveRequest
 
-__all__ = ["choose_codec", "note_rate"]
-
 _AUTO_CODEC = ZstdPlanesCodec.name
 _MIN_GAIN = 1.1  # a smaller gain is not worth the processor time
 _MIN_BYTES = 64 << 20  # the rate of a small save is that of its requests

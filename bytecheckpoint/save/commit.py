@@ -31,8 +31,6 @@ from .options import SaveRequest
 from .record import Confirmations, WrittenFiles, build_manifest, pack_written
 from .uploading import SaveUpload
 
-__all__ = ["SaveCommit"]
-
 # How long rank 0 waits after a failed save for the other ranks to stop writing, before it removes the attempt. The
 # second limit applies if a rank was late already.
 _SWEEP_AFTER_S = 10.0

@@ -23,8 +23,6 @@ from ..format.manifest import COMPANION
 from ..planners import SavePlan
 from .options import SaveRequest
 
-__all__ = ["StoredModel", "companion_images", "find_models", "refuse_adapters"]
-
 _log = logging.getLogger(__name__)
 
 

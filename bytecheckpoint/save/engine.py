@@ -22,8 +22,6 @@ from ..planners import PlanCache
 from ..runtime.threads import Threads
 from ..storage_backends import StorageBackend, parent_url
 
-__all__ = ["DEFAULT_MERGE_MEMORY_BYTES", "LastCommit", "SaveEngine", "SharedSaves"]
-
 DEFAULT_MERGE_MEMORY_BYTES = 64 << 20
 """Default memory of the merge stage, which bounds its unfinished pieces: eight blocks."""
 

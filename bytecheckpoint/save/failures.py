@@ -9,8 +9,6 @@ from ..checkpoint.location import Location
 from ..errors import SaveFailedWarning, without_userinfo
 from .handle import SaveHandle, failure_of
 
-__all__ = ["FailedSaves"]
-
 _CALLERS = 6  # frames from here to the caller of ``save``
 
 

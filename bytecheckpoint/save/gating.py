@@ -22,8 +22,6 @@ from ..errors import StateError
 from ..frameworks.step_hooks import StepHooks
 from .engine import SaveEngine
 
-__all__ = ["SaveGate", "pass_gates"]
-
 
 class SaveGate:
     """The gate of one save. The training thread creates, closes, passes and removes it."""

@@ -12,8 +12,6 @@ from ..telemetry.trace import Timings
 from ..transfer.transfer import TransferReport
 from .lifecycle import SaveLifecycle
 
-__all__ = ["SaveHandle", "SaveProgress", "SaveResult", "failure_of"]
-
 
 @dataclass(frozen=True)
 class SaveProgress:

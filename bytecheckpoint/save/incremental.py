@@ -42,8 +42,6 @@ from ..tensors.tables import ragged_positions
 from .engine import LastCommit, SharedSaves
 from .options import AUTO, SaveRequest
 
-__all__ = ["MAX_ATTEMPTS", "Base", "BaseShare", "Choice", "find_base", "gather_damaged", "share_base"]
-
 MAX_ATTEMPTS = 32
 """Attempts to whose files a new checkpoint may refer: each save lists each of them twice."""
 

@@ -23,8 +23,6 @@ from typing import Generic, TypeVar
 
 from ..errors import SavePendingError, UsageError
 
-__all__ = ["InvalidTransition", "SaveLifecycle", "SaveState"]
-
 ResultT = TypeVar("ResultT")
 
 # A signal that arrives just before a thread blocks on a lock does not interrupt that wait: wait in slices.

@@ -37,8 +37,6 @@ from .options import SaveRequest
 from .replicas import DeclaredReplicas, add_digests
 from .selection import full_names, select_sources, unmatched_options
 
-__all__ = ["LocalState", "OrderedPlan", "describe_state"]
-
 
 def describe_state(op: Operation, state: Mapping[str, Any], options: SaveRequest, *, seed: str) -> LocalState:
     """Ask the adapters what this rank holds of ``state``. Copies no tensor and does no I/O.

@@ -22,8 +22,6 @@ from ..transfer.transfer import Stop
 from ..version import VERSION
 from .replicas import Replicas
 
-__all__ = ["AUTO", "SaveOptions", "SaveRequest"]
-
 AUTO = "auto"
 """The value of ``codec`` that lets each rank choose, and of ``base`` that takes the newest checkpoint."""
 

@@ -45,8 +45,6 @@ from .agreement import NewPlan, Plans, RankSummary, SaveShare, pack_parts, unpac
 from .local_state import LocalState, OrderedPlan
 from .replicas import Contents, find_diverged, replica_error
 
-__all__ = ["PlanNegotiation", "plan_save"]
-
 _log = logging.getLogger(__name__)
 
 _PLAN_ID_BYTES = 16

@@ -33,8 +33,6 @@ from .options import SaveRequest
 from .run import SaveRun
 from .staging import CopyMode, StateCopy
 
-__all__ = ["save"]
-
 
 def save(
     engine: SaveEngine,

@@ -26,8 +26,6 @@ from ..format.safetensors import DATA_ALIGNMENT
 from ..planners import SavePlan
 from ..tensors.tables import Int64, ragged_positions
 
-__all__ = ["Confirmations", "WrittenFiles", "build_manifest", "file_table", "pack_written"]
-
 _MAX_LENGTH = (1 << 62) - 1  # bytes of a header or a file of values that a manifest can record
 
 

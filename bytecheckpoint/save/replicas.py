@@ -25,8 +25,6 @@ from ..frameworks.dtensor import replica_ranks
 from ..planners import contribution
 from ..tensors.shards import MeshShard, SectionSource, Shard
 
-__all__ = ["DeclaredReplicas", "Replicas", "add_digests", "find_diverged", "replica_error"]
-
 Replicas = Literal["auto", "check", "trust", "own"]
 """How a save treats tensors that several ranks hold. ``auto``: refuse unproven replicas that differ, and warn of
 declared ones, of which a sample is compared. ``check``: compare all, and refuse those that differ. ``trust``: compare

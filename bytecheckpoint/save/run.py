@@ -38,8 +38,6 @@ from .record import WrittenFiles
 from .staging import CopyMode, StateCopy
 from .uploading import SaveUpload
 
-__all__ = ["SaveRun"]
-
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -17,8 +17,6 @@ from ..frameworks.sections import Section
 from ..tensors.shards import SectionSource
 from .options import SaveRequest
 
-__all__ = ["full_names", "raise_unmatched", "select_sources", "unmatched_options"]
-
 
 def select_sources(sources: Mapping[str, SectionSource], selection: Selection) -> dict[str, SectionSource]:
     """Return the selected part of each section, with ``LEFT_OUT`` for everything else."""

@@ -23,8 +23,6 @@ from ..tensors.shards import Shard
 from .engine import SaveEngine
 from .gating import SaveGate
 
-__all__ = ["CopyMode", "StateCopy"]
-
 _TURN_IN_CALLBACK_S = 10.0  # a save in a done callback may block the very save that it waits for
 _BLOCKS_AHEAD = 2  # of a synchronous save, in addition to one for each thread that writes
 

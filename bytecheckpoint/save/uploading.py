@@ -25,8 +25,6 @@ from .engine import LastCommit, SaveEngine
 from .lifecycle import SaveLifecycle
 from .options import SaveRequest
 
-__all__ = ["SaveUpload"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from .local_state import describe_state
 from .options import SaveRequest
 from .planning import plan_save
 
-__all__ = ["warm_up"]
-
 
 def warm_up(
     engine: SaveEngine,

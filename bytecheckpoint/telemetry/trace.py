@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["LOAD_STEPS", "SAVE_STEPS", "Observer", "Recorder", "Span", "Timings", "Work", "observe", "record"]
-
 SAVE_STEPS = ("check", "describe", "agree", "plan", "stage", "merge", "write", "confirm", "commit", "clean")
 LOAD_STEPS = ("check", "open", "describe", "plan", "read", "apply", "report")
 

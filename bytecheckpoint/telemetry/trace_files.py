@@ -19,8 +19,6 @@ from typing import Any
 from ..errors import UsageError, without_userinfo
 from .trace import Span, record
 
-__all__ = ["TraceFiles", "merge_traces"]
-
 _log = logging.getLogger(__name__)
 
 # Events buffered before a write, if no step ends earlier.

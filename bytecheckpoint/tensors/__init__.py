@@ -1,5 +1,3 @@
 """Tensors as data: boxes and their algebra, dtypes, columnar tables, metadata, shards."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -11,8 +11,6 @@ import torch
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["DerivedTensor", "dense_values", "is_derived"]
-
 _DESCRIPTIONS = frozenset(
     getter if callable(getter := getattr(torch.Tensor, name)) else getter.__get__
     for name in (

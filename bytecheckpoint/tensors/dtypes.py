@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from ..errors import FormatError
 
-__all__ = ["DTYPES", "DType", "find_dtype", "is_lossless_cast", "is_meaningful_cast"]
-
 
 class DType(NamedTuple):
     """One element type. ``itemsize`` is in bytes; ``safetensors`` is None if that format has no code for it."""

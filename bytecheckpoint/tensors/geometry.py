@@ -15,9 +15,6 @@ import numpy.typing as npt
 
 from ..errors import PlanError
 
-__all__ = ["Box", "Int64", "decompose", "decompose_strided", "find_overlap", "inseparable", "moved_box"]
-__all__ += ["row_major_strides"]
-
 Int64 = npt.NDArray[np.int64]
 
 # Boxes that no axis separates are compared pair by pair. Real tilings leave a handful, so more are rejected.

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from ..errors import PlanError
 
-__all__ = ["MeshLayout", "MeshPlace"]
-
 
 @dataclass(frozen=True)
 class MeshLayout:

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from .dtypes import DType
 from .geometry import Box
 
-__all__ = ["BasicMeta", "ByteMeta", "Path", "ShardMeta"]
-
 Path = tuple["str | int", ...]
 """The position of a value in its section's tree: one component per nested mapping key or list index."""
 

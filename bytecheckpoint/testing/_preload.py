@@ -13,8 +13,6 @@ import os
 import runpy
 import warnings
 
-__all__: list[str] = []
-
 # The OpenMP runtime reads this when it is loaded. Ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's stores look up the names of loopback addresses; a name server that drops requests would cost 5 s each time.

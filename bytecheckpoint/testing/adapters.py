@@ -18,8 +18,6 @@ from ..frameworks.sections import Section
 from ..tensors.metadata import BasicMeta, Path
 from ..tensors.shards import SectionSource, SectionTarget, Shard, StoredSection, torch_dtype
 
-__all__ = ["AdapterCase", "AdapterConformance"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterCase:

@@ -13,8 +13,6 @@ from typing_extensions import Buffer
 from ..errors import StorageError, UsageError
 from ..storage_backends.base import Conditions, IncompleteUpload, ObjectStat, ObjectWriter, PartWriter, StorageBackend
 
-__all__ = ["OPERATIONS", "Call", "FaultRule", "FaultyBackend"]
-
 OPERATIONS = (
     "put",
     "create",

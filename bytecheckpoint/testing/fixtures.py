@@ -14,8 +14,6 @@ from .rank_process import THIRD_PARTY_WARNINGS
 from .ranks import RankPool
 from .time_limits import TIME_FACTOR_VARIABLE, measure_time_factor, time_factor
 
-__all__ = ["pytest_configure", "pytest_report_header", "rank_pool"]
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:

@@ -28,8 +28,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["THIRD_PARTY_WARNINGS", "FunctionReference", "RankCall", "load_function", "serve"]
-
 THIRD_PARTY_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # FSDP-1 and some of its strategies are deprecated by torch; this library still supports them.
     (FutureWarning, r"The `NO_SHARD` sharding strategy is deprecated"),

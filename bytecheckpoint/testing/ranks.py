@@ -29,8 +29,6 @@ from ..errors import UsageError
 from .rank_process import FunctionReference, RankCall, load_function, serve
 from .time_limits import time_limit
 
-__all__ = ["RankPool", "RanksFailed"]
-
 _AFTER_FAILURE_S = 5.0
 _OUTPUT_TAIL = 4000
 

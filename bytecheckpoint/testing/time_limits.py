@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import time
 
-__all__ = ["TIME_FACTOR_VARIABLE", "measure_time_factor", "time_factor", "time_limit"]
-
 TIME_FACTOR_VARIABLE = "BCP_TEST_TIME_FACTOR"
 
 _LOOP_STEPS = 2_000_000

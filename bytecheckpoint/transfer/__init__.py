@@ -1,5 +1,3 @@
 """Copy a committed checkpoint from one store to another: checked, in parallel parts, and resumable."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

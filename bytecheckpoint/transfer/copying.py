@@ -18,8 +18,6 @@ from ..storage_backends.local.backend import LocalBackend
 from .journal import Journal, JournalHead, Progress, user_directory
 from .transfer import WINDOW, Transfer, TransferReport
 
-__all__ = ["copy_checkpoint", "end_uploads"]
-
 _log = logging.getLogger(__name__)
 
 

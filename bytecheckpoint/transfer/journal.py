@@ -32,8 +32,6 @@ import xxhash
 from ..checkpoint.nearest import JOURNAL_PREFIX
 from ..errors import StorageError, UsageError
 
-__all__ = ["FileUpload", "Journal", "JournalHead", "Progress", "find_journals", "user_directory"]
-
 _VERSION = 1
 _FRAME = struct.Struct("<IQ")  # length and xxh3-64 of the record that follows
 _MAX_RECORD = 64 << 10

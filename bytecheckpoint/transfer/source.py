@@ -19,8 +19,6 @@ from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
 from ..tensors.tables import Int64, ragged_positions
 
-__all__ = ["SourceFile"]
-
 _PIECE_BYTES = 1 << 20  # of the bytes around a range, which are hashed and not kept
 _MOST_PARTS = 2  # that a span may be long, so that it is read with each of its parts
 

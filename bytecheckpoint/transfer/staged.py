@@ -26,8 +26,6 @@ from .copying import end_uploads
 from .journal import Journal, JournalHead, find_journals
 from .transfer import Stop, Transfer, TransferReport
 
-__all__ = ["commit_upload", "continue_upload", "is_pending", "remove_superseded", "upload_files"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from ..storage_backends.base import PartWriter, StorageBackend
 from .journal import FileUpload, Journal
 from .source import SourceFile
 
-__all__ = ["WINDOW", "Stop", "Transfer", "TransferReport"]
-
 _log = logging.getLogger(__name__)
 
 WINDOW = 8

@@ -1,5 +1,3 @@
 """Every store that fsspec can reach."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

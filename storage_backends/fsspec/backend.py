@@ -55,8 +55,6 @@ from ..remote.parts import Upload, part_bytes_for
 from ..remote.session import EndpointSession, Request
 from .connection import Connection, connect, flush_to_device, reject_caches, temporary_path
 
-__all__ = ["FsspecBackend", "explain"]
-
 _T = TypeVar("_T")
 
 _CONCURRENT_DELETES = 8

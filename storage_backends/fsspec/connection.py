@@ -23,8 +23,6 @@ from ...errors import StorageError, UnsupportedURLError
 from ..keys import TEMPORARY_PREFIX
 from ..remote.failures import OutOfRangeError
 
-__all__ = ["Connection", "connect", "reject_caches"]
-
 # Protocols whose pipe_file(mode="create") is one conditional request. The base class checks first, then writes.
 # Releases that know it name one of these arguments; others ignore it among **kwargs, and overwrite.
 _CONDITIONAL = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})

@@ -1,5 +1,3 @@
 """Files below a directory of this machine."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

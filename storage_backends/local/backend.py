@@ -39,8 +39,6 @@ from .directories import (
 from .objects import LocalReader, LocalWriter
 from .root import LocalRoot
 
-__all__ = ["LocalBackend"]
-
 _log = logging.getLogger(__name__)
 
 # A delete in another process may remove a directory between mkdir and open, repeatedly.

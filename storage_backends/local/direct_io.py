@@ -28,8 +28,6 @@ import numpy.typing as npt
 
 from ..posix import UNSUPPORTED, libc_function, read_scattered_at, write_at
 
-__all__ = ["MIN_READ", "MIN_WRITE", "PAGE", "DirectFile", "read_direct", "write_direct"]
-
 PAGE = max(mmap.PAGESIZE, 4096)
 """The alignment of file offsets in bytes: the unit of the page cache. No device has larger blocks."""
 

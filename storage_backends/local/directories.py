@@ -14,16 +14,6 @@ from contextlib import suppress
 from ..keys import TEMPORARY_PREFIX
 from ..posix import UNSUPPORTED, rename_exclusive, sync_directory
 
-__all__ = [
-    "is_within",
-    "link_exclusive",
-    "lock_temporary",
-    "make_directories",
-    "remove_abandoned_files",
-    "replace_exclusive",
-    "supports_exclusive_names",
-]
-
 _log = logging.getLogger(__name__)
 
 

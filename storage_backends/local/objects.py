@@ -20,8 +20,6 @@ from .direct_io import MIN_READ, MIN_WRITE, PAGE, DirectFile, read_direct, write
 from .page_cache import PageCache
 from .root import LocalRoot
 
-__all__ = ["LocalReader", "LocalWriter"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from ..posix import UNSUPPORTED, libc_function
 
-__all__ = ["PageCache"]
-
 _CACHESTAT = 451  # system call number, Linux 6.5
 _RANGE = "<2Q"  # offset, length
 _COUNTS_BYTES = 40  # five 64-bit counts; the first is the number of cached pages

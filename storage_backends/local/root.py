@@ -14,8 +14,6 @@ from ..posix import free_bytes, map_os_error, sync_directory
 from .direct_io import DirectFile
 from .directories import is_within, remove_abandoned_files
 
-__all__ = ["LocalRoot"]
-
 # Other processes may add files to a directory that is about to be removed, repeatedly. A file system may also hide what
 # it has left in a directory (overlayfs), so that the directory seems empty and still cannot be removed.
 _MAX_TRIES = 16

@@ -1,5 +1,3 @@
 """Objects in GCS and Azure, through obstore."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

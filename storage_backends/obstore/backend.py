@@ -33,8 +33,6 @@ from ..remote.parts import PARTS_IN_FLIGHT, Upload, part_bytes_for
 from ..remote.session import EndpointSession, Request, Sessions
 from .roots import SCHEMES, StoreRoot
 
-__all__ = ["ObstoreBackend", "explain", "is_inherited"]
-
 _PAGE = 1000
 _MARK = "bcpput"  # metadata of an object; Azure allows only names of identifiers
 _CONNECT_S = 10

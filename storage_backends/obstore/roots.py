@@ -17,8 +17,6 @@ from typing import Any
 
 from ..keys import is_object_key
 
-__all__ = ["SCHEMES", "NotServedError", "StoreRoot", "store_root_of"]
-
 SCHEMES = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
 
 _LEAST_VERSION = (0, 12, 1)  # earlier ones encode some characters of keys, or copy the parts of an upload

@@ -30,8 +30,6 @@ from .failures import Meaning, ShortReplyError
 from .parts import PartsWriter, Upload
 from .session import EndpointSession, Request
 
-__all__ = ["SINGLE_PUT_BYTES", "Condition", "Found", "RemoteBackend", "content_range"]
-
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound=EndpointSession)
 

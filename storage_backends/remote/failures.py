@@ -7,8 +7,6 @@ from enum import Enum, auto
 
 from ...errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError, StorageFullError
 
-__all__ = ["Failure", "Meaning", "OutOfRangeError", "ShortReplyError", "common_failure", "storage_error"]
-
 
 class Meaning(Enum):
     """What an error means for the request that has failed."""

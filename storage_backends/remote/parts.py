@@ -21,8 +21,6 @@ from ..buffers import byte_view
 from ..writers import CheckedWriter
 from .session import EndpointSession
 
-__all__ = ["PARTS_IN_FLIGHT", "PART_BYTES", "PartsWriter", "Upload", "UploadWindow", "part_bytes_for", "window"]
-
 PARTS_IN_FLIGHT = 8
 PART_BYTES = 16 << 20
 _FILLING = 2  # buffers that are being filled, in addition to those in flight: one for each open file of a save

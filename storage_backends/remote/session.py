@@ -27,8 +27,6 @@ from fsspec.utils import tokenize
 from ...errors import StorageError, UnansweredError, hide_userinfo
 from .failures import Failure, Meaning, storage_error
 
-__all__ = ["EndpointSession", "Request", "Sessions"]
-
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound="EndpointSession")
 

@@ -25,8 +25,6 @@ from ...errors import StorageError
 from ...runtime.threads import Threads
 from .failures import ShortReplyError
 
-__all__ = ["Connections", "Reply"]
-
 _T = TypeVar("_T")
 
 _QUICK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux

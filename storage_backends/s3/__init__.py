@@ -1,5 +1,3 @@
 """Objects in S3 and in stores that speak its protocol."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -19,8 +19,6 @@ from .client import MARK, Body, PutRules, S3Client, body_of, client_for
 from .replies import explain
 from .uploads import S3PartWriter, S3Upload, end_upload
 
-__all__ = ["S3Backend"]
-
 _NEXT_PAGE = {
     "list_objects_v2": {"ContinuationToken": "NextContinuationToken"},
     "list_multipart_uploads": {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},

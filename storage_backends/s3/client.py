@@ -31,8 +31,6 @@ from ..remote.session import EndpointSession, Request, Sessions
 from ..remote.transport import Connections, Reply
 from .replies import code_of, explain, is_missing
 
-__all__ = ["MARK", "Body", "PutRules", "S3Client", "StreamedBody", "body_of", "client_for", "is_known_endpoint"]
-
 MARK = "bcp-put"
 """Metadata by which a writer recognizes an object that it has stored, also when the reply was lost."""
 

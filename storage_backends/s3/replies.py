@@ -20,8 +20,6 @@ from botocore.parsers import ResponseParserError
 from ...errors import without_userinfo
 from ..remote.failures import Failure, Meaning, common_failure
 
-__all__ = ["code_of", "explain", "is_missing"]
-
 _UNANSWERED = (
     TimeoutError,
     ConnectionError,

@@ -20,8 +20,6 @@ from ..remote.session import Request
 from .client import MARK, Body, S3Client
 from .replies import code_of
 
-__all__ = ["S3PartWriter", "S3Upload"]
-
 _LEAST_S = 0.75  # where the caller has waited for the deadline already; ``incomplete`` shows what remains
 _AT_WORK_S, _PAUSE_S = 30.0, 0.5  # how long, and how often, the object of a try without reply is looked for
 _TOKEN = re.compile(r"(?P<part_bytes>[1-9]\d*) (?P<mark>[0-9a-f]{32}) (?P<id>\S+)")

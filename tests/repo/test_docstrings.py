@@ -21,7 +21,6 @@ from bytecheckpoint import errors
 
 MODULES = (
     "bytecheckpoint",
-    "bytecheckpoint.checkpoint",
     "bytecheckpoint.codecs",
     "bytecheckpoint.data",
     "bytecheckpoint.frameworks",

@@ -34,6 +34,7 @@ MAY_PICKLE = {
 # CONTRIBUTING.md gives the reasons for these.
 MAY_HAVE_GLOBALS = {"bytecheckpoint.control.communicator", "bytecheckpoint.runtime.gc_pause"}
 MAY_START_THREADS = ("bytecheckpoint.inference.push.", "bytecheckpoint.runtime.threads")
+PUBLIC_MODULES = {"bytecheckpoint.codecs", "bytecheckpoint.errors", "bytecheckpoint.frameworks.base"}
 SERIALISERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 
 
@@ -136,23 +137,45 @@ def test_type_checkers_find_misspelt_names(tmp_path: Path) -> None:
 def test_modules_declare_what_they_export() -> None:
     faults = [
         f"{name}: {fault}"
-        for name in MODULES
+        for name, path in MODULES.items()
         if name not in NEEDS or importlib.util.find_spec(NEEDS[name])
-        for fault in export_faults(importlib.import_module(name))
+        for fault in export_faults(importlib.import_module(name), path.read_text())
     ]
     assert not faults, "\n".join(faults)
 
 
-def export_faults(module: ModuleType) -> Iterator[str]:
-    names = getattr(module, "__all__", None)
-    if not isinstance(names, list):
-        yield "no __all__"
-        return
+def export_faults(module: ModuleType, source: str) -> Iterator[str]:
+    """What is wrong with a module's docstring or ``__all__``, which it has only if other names are not enough."""
+    names = getattr(module, "__all__", [])
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
+    imported = {alias.asname or alias.name for node in nodes if node.level for alias in node.names}
+    if not module.__doc__:
+        yield "no docstring"
     if len(set(names)) < len(names):
         yield "__all__ has a name twice"
     yield from (f"{name} is in __all__ and does not exist" for name in names if not hasattr(module, name))
-    if not module.__doc__:
-        yield "no docstring"
+    if hasattr(module, "__path__"):
+        if imported and not names:
+            yield "a package that imports names has no __all__"
+    elif names and module.__name__ not in PUBLIC_MODULES and not imported & set(names):
+        yield "__all__ is for packages, public modules, and modules that pass on names of others"
+
+
+def test_what_the_check_of_exports_finds() -> None:
+    def faults(source: str, **attributes: object) -> list[str]:
+        module = ModuleType("a.module", "A docstring.")
+        exec(source.replace("from .b import c", "c = 1"), vars(module))
+        vars(module).update(attributes)
+        return [fault.partition(" is for")[0] for fault in export_faults(module, source)]
+
+    assert faults("from .b import c\n__all__ = ['c']") == faults("def f(): ...") == faults("", __path__=[]) == []
+    assert faults("def f(): ...\n__all__ = ['f']") == ["__all__"]
+    assert faults("from .b import c", __path__=[]) == ["a package that imports names has no __all__"]
+    assert faults("from .b import c\n__all__ = ['c', 'c', 'd']", __doc__=None) == [
+        "no docstring",
+        "__all__ has a name twice",
+        "d is in __all__ and does not exist",
+    ]
 
 
 def test_library_code_neither_prints_nor_pickles() -> None:

@@ -17,8 +17,6 @@ from ..staging.pieces import copy_flat_range, is_plain
 from ..staging.staging import Staging
 from ..tensor_bytes import as_bytes
 
-__all__ = ["FRAGMENTS", "Fragments", "LiveFragments", "StagedFragments", "fragment_image"]
-
 FRAGMENTS = "fragments"
 """The kind of an image that is staged but never becomes a file."""
 

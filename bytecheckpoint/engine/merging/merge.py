@@ -34,8 +34,6 @@ from ..writing import FileSequence, WrittenFile
 from .fragments import Fragments
 from .piece_fill import CHANNEL, PieceFill
 
-__all__ = ["MIN_MERGE_BLOCKS", "MergeResources", "MergeWork", "merge"]
-
 MIN_MERGE_BLOCKS = 4
 """Blocks that the stage needs: two for pieces, one for bytes that are rearranged, one for bytes that are sent."""
 

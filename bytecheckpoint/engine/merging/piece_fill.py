@@ -11,8 +11,6 @@ from ...tensors.geometry import decompose, row_major_strides
 from ..tensor_bytes import CARRIERS, byte_view
 from .fragments import Fragments
 
-__all__ = ["CHANNEL", "PieceFill"]
-
 CHANNEL = "merge"
 """Name of the stream between each pair of ranks that carries fragments."""
 

@@ -1,5 +1,3 @@
 """Read stored bytes into tensors: in ranges, checked against the manifest as they arrive."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from ..blocks import Block, page_round
 from ..tensor_bytes import copy_memory
 
-__all__ = ["BOUNCE_BYTES", "BounceBuffer", "BouncePool"]
-
 BOUNCE_BYTES = 128 << 20
 """Default limit for all bounce buffers of a process: eight reads of 16 MiB, one for each I/O thread."""
 

@@ -20,8 +20,6 @@ from ...tensors.tables import Int64
 from ..checksums import ChunkHasher, chunk_checksums
 from .stored_files import Fault, StoredFiles
 
-__all__ = ["ChunkCheck", "CrcCheck", "CrcTable", "combine_crc32"]
-
 
 class ChunkCheck:
     """Checks the shards of one file. Each shard's bytes arrive in order, from the start of a chunk to the end of one.

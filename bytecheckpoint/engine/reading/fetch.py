@@ -22,8 +22,6 @@ from .frame_reader import FrameReader
 from .read_plan import ReadPlan
 from .stored_files import Fault, OpenFiles
 
-__all__ = ["Fetcher"]
-
 _MIN_IN_PLACE_BYTES = 64 << 10  # shorter blocks are cheaper to copy from a buffer than to read one by one
 _MIN_DIRECT_BYTES = 256 << 10  # less goes through the page cache: each direct read is a round trip to the device
 _MAX_ALIGNMENT_BYTES = 64 << 10  # the largest page size of any Linux platform

@@ -15,8 +15,6 @@ from ...format.checksums import checksum_of
 from ...storage_backends.base import ObjectReader
 from .stored_files import Fault, StoredFiles
 
-__all__ = ["FrameReader"]
-
 
 class FrameReader(ObjectReader):
     """Reads one encoded file, whose offsets are those of its decoded bytes. For one thread.

@@ -15,8 +15,6 @@ from ...tensors.shards import torch_dtype
 from ..tensor_bytes import box_view, copy_elements
 from .bounce import BounceBuffer
 
-__all__ = ["BoxDestination", "Destination", "DeviceCopyIn", "MemoryDestination", "ReadPart", "is_plain_memory"]
-
 
 class DeviceCopyIn:
     """The device copies of one read.

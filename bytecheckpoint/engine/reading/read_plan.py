@@ -15,8 +15,6 @@ from ...tensors.tables import Int64
 from ..tensor_bytes import byte_view
 from .placement import BoxDestination, Destination, DeviceCopyIn, MemoryDestination, ReadPart, is_plain_memory
 
-__all__ = ["ReadPlan", "plan_checks", "plan_reads"]
-
 _ITEMSIZE: Int64 = np.array([dtype.itemsize for dtype in DTYPES.values()], np.int64)
 
 

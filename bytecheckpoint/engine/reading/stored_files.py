@@ -20,8 +20,6 @@ from ...format.checksums import checksum_of
 from ...format.manifest import COMPANION, Manifest
 from ...storage_backends.base import ObjectReader, StorageBackend
 
-__all__ = ["Fault", "OpenFiles", "StoredFiles", "damaged_files", "read_stored_file", "source_after"]
-
 _log = logging.getLogger(__name__)
 
 _damaged: set[str] = set()

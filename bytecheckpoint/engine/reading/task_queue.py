@@ -8,8 +8,6 @@ from concurrent.futures import Executor, Future, wait
 
 from ...errors import StateError
 
-__all__ = ["TaskQueue"]
-
 
 class TaskQueue:
     """Runs ``task(0, self)`` to ``task(count - 1, self)``, each once, on threads of ``executor``.

@@ -15,8 +15,6 @@ from .read_plan import plan_checks
 from .reader import ShardReader
 from .stored_files import OpenFiles, read_stored_file
 
-__all__ = ["verify_crcs", "verify_files"]
-
 _MAX_QUEUED = 8  # bounds the queue; the bounce buffers bound the memory
 _EXTENTS_PER_TASK = 2
 _CRC_PIECE_BYTES = 4 << 20

@@ -18,8 +18,6 @@ from ...tensors.geometry import moved_box
 from ...tensors.tables import BoxTable, Int64
 from .placement import ReadPart
 
-__all__ = ["StoredViews"]
-
 BoolArray = npt.NDArray[np.bool_]
 
 

@@ -16,8 +16,6 @@ from typing import Any
 from ...errors import DeadlineError, StateError, UsageError
 from ..blocks import PAGE, Block
 
-__all__ = ["BLOCK", "Arena"]
-
 BLOCK = 8 << 20
 """Bytes of a block and of one write: large enough for the device's full rate, small enough for several threads."""
 

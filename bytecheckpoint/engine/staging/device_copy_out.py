@@ -18,8 +18,6 @@ from ..files import FileImage
 from ..tensor_bytes import as_bytes
 from .pieces import copy_flat_range, copy_head, is_plain, parts
 
-__all__ = ["DeviceCopyOut", "block_preparation", "cuda_devices", "pin"]
-
 _PACK = 1 << 20  # bytes; several smaller tensors are concatenated on the device, which is cheaper than single copies
 
 

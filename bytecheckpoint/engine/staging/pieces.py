@@ -20,8 +20,6 @@ from ..blocks import PAGE, Block
 from ..files import FileImage
 from ..tensor_bytes import as_bytes, copy_elements, copy_memory
 
-__all__ = ["Piece", "copy_flat_range", "copy_head", "copy_piece", "is_plain", "parts", "split_images"]
-
 
 @dataclass(frozen=True, eq=False)
 class Piece:

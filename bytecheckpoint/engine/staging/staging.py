@@ -21,8 +21,6 @@ from .arena import Arena
 from .device_copy_out import DeviceCopyOut, cuda_devices
 from .pieces import Piece, copy_piece, parts, split_images
 
-__all__ = ["Staging"]
-
 # Mean bytes per tensor below which copying is mostly Python work, so that more threads only compete for the GIL.
 _SMALL_TENSOR_BYTES = 128 << 10
 

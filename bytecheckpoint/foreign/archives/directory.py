@@ -13,8 +13,6 @@ import numpy as np
 from ...errors import FormatError
 from .ranges import ByteWindow
 
-__all__ = ["Entry", "read_directory"]
-
 _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<4sIQI")

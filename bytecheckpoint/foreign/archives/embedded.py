@@ -19,8 +19,6 @@ from ..pickles import TensorRef
 from .ranges import Positions, Rows, read_rows
 from .torch_archive import ArchiveParts, TorchArchive, interpret_parts, read_parts
 
-__all__ = ["EmbeddedArchives", "read_embedded"]
-
 _MAX_WIDTH = 1 << 20  # an archive with a longer pickle is parsed separately
 _BATCH = 32 << 20  # bytes that are compared at once
 _MAX_PATTERNS = 32  # archives of one length are compared with at most so many others

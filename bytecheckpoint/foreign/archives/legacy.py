@@ -13,8 +13,6 @@ from ..pickles import Global, Instance, Storage, interpret_prefix, storage_dtype
 from ..pickles.interpreter import MAX_PICKLE_BYTES
 from .ranges import ByteWindow
 
-__all__ = ["LEGACY_MAGIC", "read_legacy"]
-
 LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """How such a file begins after the two bytes that name the pickle protocol: a number."""
 

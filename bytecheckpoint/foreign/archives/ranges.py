@@ -11,8 +11,6 @@ from ...errors import FormatError
 from ...runtime.threads import Threads
 from ...storage_backends.base import ObjectReader
 
-__all__ = ["ByteWindow", "read_rows"]
-
 _GAP = 32 << 10  # bytes between two ranges that are read rather than skipped
 _EXTENT = 8 << 20  # bytes of one request
 _THREADS = 8

@@ -15,8 +15,6 @@ from .directory import Entry, read_directory
 from .legacy import LEGACY_MAGIC, read_legacy
 from .ranges import ByteWindow
 
-__all__ = ["ArchiveParts", "StorageFinder", "TorchArchive", "interpret_parts", "read_archive", "read_parts"]
-
 _PICKLE, _BYTE_ORDER, _DATA = "data.pkl", "byteorder", "data/"
 
 

@@ -16,8 +16,6 @@ from ...storage_backends.base import StorageBackend
 from ..archives import read_archive
 from ..source_path import SourcePath, read_all
 
-__all__ = ["COUNTERS", "CheckpointFolder", "DeepSpeedFiles", "items_of"]
-
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """The counters of an engine, in its model files."""
 

@@ -18,8 +18,6 @@ from ..torch_values import TorchValues
 from .folder import COUNTERS, DeepSpeedFiles
 from .partitions import shapes_of
 
-__all__ = ["ModelWriter"]
-
 
 class ModelWriter:
     """Collects the tensors of a model, which ``add`` adds to an index.

@@ -19,8 +19,6 @@ from ..pickles import Instance, TensorRef
 from ..torch_values import TorchValues
 from .partitions import FlatGroup, Member
 
-__all__ = ["FlatGroupWriter", "add_scaler"]
-
 _MUON_KEY = "momentum_buffer"
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 

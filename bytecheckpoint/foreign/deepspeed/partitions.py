@@ -18,8 +18,6 @@ from ...frameworks.module_tree import clean_name
 from ..pickles import TensorRef
 from .folder import DeepSpeedFiles, items_of
 
-__all__ = ["FlatGroup", "FlatPartition", "FlatSpan", "Member", "flat_groups", "options_of_param", "shapes_of"]
-
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
 
 

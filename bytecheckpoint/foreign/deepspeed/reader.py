@@ -16,8 +16,6 @@ from .optimizer import FlatGroupWriter, add_scaler
 from .partitions import FlatGroup, flat_groups
 from .unpartitioned import add_numbered_optimizer, replicated_groups, universal_groups
 
-__all__ = ["read_deepspeed"]
-
 _SECTIONS = ("lr_scheduler", "data_sampler", "random_ltd")
 
 # What DeepSpeed itself puts into a model file. Everything else is the caller's ``client_state``.

@@ -32,8 +32,6 @@ from ..torch_values import TorchValues
 from .folder import DeepSpeedFiles, items_of
 from .partitions import FlatGroup, FlatPartition, FlatSpan, Member, options_of_param, shapes_of
 
-__all__ = ["add_numbered_optimizer", "replicated_groups", "universal_groups"]
-
 _SAMPLE = 64  # elements that are compared
 _NONE = 1 << 62  # above every position
 

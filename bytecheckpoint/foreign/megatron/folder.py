@@ -20,8 +20,6 @@ from ..building import IndexBuilder, StoredLeaf
 from ..dcp import METADATA_KEY, DcpFolder
 from ..source_path import SourcePath
 
-__all__ = ["Contents", "MegatronFolder", "ShardedObject"]
-
 _FORMAT, _COMMON, _POINTER = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
 _TORCH_DIST = "torch_dist"
 _ADVICE = f"Load it with Megatron and save it with bytecheckpoint or with --ckpt-format {_TORCH_DIST}"

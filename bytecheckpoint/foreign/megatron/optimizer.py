@@ -23,15 +23,6 @@ from ..naming import MODEL_SECTION, OPTIMIZER_SECTION
 from ..pickles import Instance, TensorRef
 from ..torch_values import TorchValues, read_small
 
-__all__ = [
-    "MegatronOptimizerWriter",
-    "ParamOptions",
-    "has_remainders",
-    "is_of_optimizer",
-    "optimizers_of",
-    "split_state",
-]
-
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..*", re.DOTALL)
 _MASTERS = ("param", "fp32_param", "master_param")

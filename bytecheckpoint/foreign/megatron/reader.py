@@ -34,8 +34,6 @@ from .optimizer import (
     split_state,
 )
 
-__all__ = ["per_layer", "read_megatron", "wrapper_prefix"]
-
 _OPTIMIZER, _SCHEDULER, _STEP, _ARGS = "optimizer", "opt_param_scheduler", "iteration", "args"
 _MODULE_STATE = "._extra_state"
 _ADVICE = "load it with Megatron in the layout that wrote it, and save it with bytecheckpoint"

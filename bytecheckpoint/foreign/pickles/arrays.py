@@ -11,8 +11,6 @@ import numpy as np
 from ...errors import FormatError
 from .records import Global, Instance
 
-__all__ = ["array_from_buffer", "empty_array", "scalar", "set_array"]
-
 _CODES = re.compile(r"[biufc](1|2|4|8|16)|[SU][1-9][0-9]{0,6}")
 _ORDERS = {"<": "<", ">": ">", "=": "<", "|": "|"}
 

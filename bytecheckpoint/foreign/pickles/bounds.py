@@ -12,8 +12,6 @@ from ...errors import FormatError
 from ...tensors.dtypes import DType
 from .records import Global, Instance, Storage, TensorRef
 
-__all__ = ["MAX_DEPTH", "check_key", "check_tree"]
-
 MAX_DEPTH = 200
 """How deep plain containers may be nested."""
 

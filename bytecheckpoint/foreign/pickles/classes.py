@@ -15,8 +15,6 @@ from .arrays import array_from_buffer, empty_array, scalar, set_array
 from .bounds import check_key
 from .records import Global, Instance, Storage, TensorRef
 
-__all__ = ["FUNCTIONS", "explain", "find_global", "set_state", "storage_dtype"]
-
 _UTILS = "torch._utils"
 _REFUSED = {
     "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no bytes",

@@ -14,8 +14,6 @@ from .bounds import check_tree
 from .machine import EndOfDataError, Machine, Persistent
 from .opcodes import HANDLERS
 
-__all__ = ["MAX_PICKLE_BYTES", "interpret", "interpret_prefix"]
-
 MAX_PICKLE_BYTES = 512 << 20
 """A larger pickle is refused. A million shards take about 150 MB in the metadata of a DCP checkpoint."""
 

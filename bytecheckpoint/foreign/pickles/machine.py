@@ -12,8 +12,6 @@ from .bounds import check_key
 from .classes import FUNCTIONS, find_global, set_state
 from .records import Global, Instance
 
-__all__ = ["EndOfDataError", "Machine", "Persistent"]
-
 _BUDGET = 64 << 20  # bytes of objects that a pickle may create, and in addition ...
 _BUDGET_PER_BYTE = 96  # ... for each of its bytes; the metadata of DCP takes 35
 _MAX_MARKS = 1000

@@ -12,8 +12,6 @@ from typing import Any
 from ...errors import FormatError
 from .machine import EndOfDataError, Machine
 
-__all__ = ["HANDLERS"]
-
 _Handler = Callable[[Machine, int], int]
 
 _MAX_INT_BYTES = 512

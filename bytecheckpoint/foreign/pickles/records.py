@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from ...errors import FormatError
 from ...tensors.dtypes import DType
 
-__all__ = ["Global", "Instance", "Storage", "TensorRef"]
-
 
 class Global(NamedTuple):
     """The name of a class or function. Nothing is imported."""

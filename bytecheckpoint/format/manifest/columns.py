@@ -16,18 +16,6 @@ from ...errors import FormatError
 from ...tensors.tables import Int64
 from ..checksums import CHECKSUM_BYTES, Checksums, checksum_column
 
-__all__ = [
-    "count_of",
-    "fields",
-    "pack_choices",
-    "pack_names",
-    "pack_numbers",
-    "unpack_checksums",
-    "unpack_choices",
-    "unpack_names",
-    "unpack_numbers",
-]
-
 _WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 

@@ -15,8 +15,6 @@ from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ra
 from ..checksums import Checksums, empty_checksums
 from .files import FileTable, FrameTable, ReferenceTable, is_encoded
 
-__all__ = ["Manifest", "SectionInfo", "timestamp"]
-
 
 def timestamp() -> str:
     """Return the current time in the format of ``Manifest.created``."""

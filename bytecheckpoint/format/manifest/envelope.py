@@ -16,8 +16,6 @@ from .document import Manifest
 from .payload import pack_payload, unpack_payload
 from .validation import validate
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "MANIFEST_TRAILER", "MAX_MANIFEST_BYTES", "START", "decode", "encode"]
-
 FORMAT_VERSION = 1
 """The version that this library reads and writes."""
 

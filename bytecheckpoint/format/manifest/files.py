@@ -15,18 +15,6 @@ from ...errors import FormatError
 from ...tensors.tables import Int64, ragged_positions
 from ..checksums import Checksums
 
-__all__ = [
-    "COMPANION",
-    "ENCODED_START",
-    "FILE_KINDS",
-    "MAX_ENCODED_CHUNK",
-    "FileTable",
-    "FrameTable",
-    "ReferenceTable",
-    "encoded_head",
-    "is_encoded",
-]
-
 COMPANION = "companion"
 """The kind of a file for other programs. It belongs to the checkpoint, but no load reads it."""
 

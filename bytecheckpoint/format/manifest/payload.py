@@ -28,8 +28,6 @@ from .document import Manifest, SectionInfo
 from .files import FileTable, FrameTable, ReferenceTable, is_encoded
 from .validation import MAX_NDIM
 
-__all__ = ["pack_metadata", "pack_payload", "unpack_payload"]
-
 _MAX_METADATA = 64 << 20
 
 _TOP = (

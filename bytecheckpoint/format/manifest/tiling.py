@@ -11,8 +11,6 @@ from ...tensors.geometry import find_overlap, inseparable
 from ...tensors.tables import Int64, ragged_positions
 from .document import Manifest
 
-__all__ = ["check_tilings", "reject", "tensor_of_shard"]
-
 
 def reject(what: str) -> NoReturn:
     """Raise ``FormatError`` for a rule that the manifest breaks."""

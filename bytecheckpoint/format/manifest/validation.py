@@ -19,8 +19,6 @@ from .document import Manifest
 from .files import FILE_KINDS, is_encoded
 from .tiling import check_tilings, reject, tensor_of_shard
 
-__all__ = ["MAX_NDIM", "validate", "validate_foreign"]
-
 MAX_NDIM = 64
 MAX_HEADER_LENGTH = 100_000_008  # bytes: the longest safetensors header that readers accept, and the 8 bytes before it
 _MAX_BYTES = 1 << 62  # per tensor or file; leaves room for sums and float rounding below 2^63

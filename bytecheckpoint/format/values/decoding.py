@@ -20,8 +20,6 @@ from .pickled import unpickle
 from .types import CONTAINER_KINDS, MAPPINGS, MAX_DEPTH, VALUE_KINDS, Container, Ext, UnreadObject, is_stored_dtype
 from .unpacking import unique_pairs, unpack
 
-__all__ = ["decode_value"]
-
 _T = TypeVar("_T")
 
 

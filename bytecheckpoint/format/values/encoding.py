@@ -20,8 +20,6 @@ from ...errors import UnserializableError
 from .pickled import pickle_bytes
 from .types import MAX_DEPTH, Container, Ext, UnreadObject, check_key, is_stored_dtype
 
-__all__ = ["encode_value"]
-
 
 def encode_value(value: object, where: str, *, allow_pickle: bool = False) -> bytes:
     """Encode a plain value as one msgpack document; equal values of equal types give equal bytes.

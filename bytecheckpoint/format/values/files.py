@@ -12,8 +12,6 @@ from ...errors import FormatError, UnserializableError
 from .types import MAX_DEPTH, Path, path_name
 from .unpacking import unpack
 
-__all__ = ["decode_path", "decode_values_file", "encode_path", "encode_values_file", "value_digest"]
-
 VALUES_FILE_VERSION = 1
 
 

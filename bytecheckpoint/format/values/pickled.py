@@ -7,8 +7,6 @@ from typing import Any
 
 from ...errors import FormatError, UnserializableError
 
-__all__ = ["pickle_bytes", "unpickle"]
-
 
 def pickle_bytes(value: object, where: str) -> bytes:
     """Pickle a value. Raises ``UnserializableError``; ``where`` is the path that it names."""

@@ -11,8 +11,6 @@ from ...errors import FormatError, StateError, UnserializableError
 from ..msgpack_scan import scan_msgpack
 from .types import MAX_DEPTH, check_key
 
-__all__ = ["unique_pairs", "unpack"]
-
 _MAX_DEPTH = MAX_DEPTH + 3  # levels of the value, and those that a values file adds
 
 

@@ -25,8 +25,6 @@ from ..pretrained import apply_name_rules
 from ..unsupported import require_no_masters
 from .partitions import PartitionedParam, is_partitioned, partitioned_params, partitions_of, release, take_changes
 
-__all__ = ["DeepSpeedAdapter", "engines_of", "inner_of", "is_loaded", "optimizer_of", "require_supported"]
-
 
 def is_loaded() -> bool:
     """Whether this process uses DeepSpeed."""

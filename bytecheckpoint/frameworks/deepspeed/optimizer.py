@@ -15,8 +15,6 @@ from ..optimizer_wrappers import StateHolder, as_list
 from .model import optimizer_of
 from .partitions import FlatRange, Partition, partitions_of, take_changes
 
-__all__ = ["DeepSpeedOptimizerAdapter"]
-
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 

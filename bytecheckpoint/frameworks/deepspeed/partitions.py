@@ -20,17 +20,6 @@ from ..layout import ParamLayout
 from ..module_tree import named_slots
 from ..tensors import dense_view
 
-__all__ = [
-    "FlatRange",
-    "Partition",
-    "PartitionedParam",
-    "is_partitioned",
-    "partitioned_params",
-    "partitions_of",
-    "release",
-    "take_changes",
-]
-
 
 class FlatRange(NamedTuple):
     """``length`` elements of a model's parameter, or of its local memory, from ``first`` on, at ``start``."""

@@ -6,5 +6,3 @@ parameters, so the same layouts describe them.
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

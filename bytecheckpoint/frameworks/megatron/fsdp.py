@@ -17,8 +17,6 @@ import torch
 from ...errors import UnsupportedTensorError
 from ..dtensor import local_tensor
 
-__all__ = ["as_raw_parameters", "model_part", "stepped_range", "update_master_weights"]
-
 
 @contextlib.contextmanager
 def as_raw_parameters(fsdp: Any) -> Iterator[None]:

@@ -24,8 +24,6 @@ from ..tensors import dense_view, has_no_dense_memory
 from .fsdp import as_raw_parameters, model_part, update_master_weights
 from .shards import ExtraState, ModelShards, ModelTensor, is_a, read_shards
 
-__all__ = ["LOW_PRECISION", "MegatronModelAdapter", "zero_padding"]
-
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _WRAPPERS = ("distributed.data_parallel_base._BaseDataParallel", "transformer.module.Float16Module")
 

@@ -34,8 +34,6 @@ from .stepped import (
     update_offloaded,
 )
 
-__all__ = ["GRAD_SCALER", "NOT_OPTIONS", "MegatronOptimizerAdapter"]
-
 NOT_OPTIONS = frozenset(
     {
         *("wd_mult", "lr_mult", "pre_wd_mult", "pre_lr_mult", "is_expert_parallel", "is_decoupled_lr"),

@@ -22,8 +22,6 @@ from ...tensors.mesh_layout import MeshLayout, MeshPlace
 from ..dtensor import loaded_class
 from ..layout import ParamLayout, ParamPart
 
-__all__ = ["HALVES", "ExtraState", "ModelShards", "ModelTensor", "is_a", "numbered", "prepended_axes", "read_shards"]
-
 # Per layer, and per expert: what Megatron's trainer asks for since 0.15. Modules of older versions ignore it.
 _METADATA = {"singleton_local_shards": True, "non_homogeneous_layers": True}
 

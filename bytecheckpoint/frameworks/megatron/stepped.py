@@ -15,20 +15,6 @@ from ..optimizer_wrappers import as_list
 from .fsdp import stepped_range
 from .shards import is_a
 
-__all__ = [
-    "SCALED",
-    "Stepped",
-    "config_of",
-    "grad_scalers",
-    "inner_optimizers",
-    "is_optimizer",
-    "leaves",
-    "plain_numbers",
-    "stepped",
-    "stepped_by_any_rank",
-    "update_offloaded",
-]
-
 _MODULE = "megatron.core.optimizer"
 
 SCALED = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"

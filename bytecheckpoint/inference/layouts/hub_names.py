@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["hub_tensors", "scale_name"]
-
 _log = logging.getLogger(__name__)
 
 

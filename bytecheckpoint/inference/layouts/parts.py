@@ -16,8 +16,6 @@ import torch
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box, row_major_strides
 
-__all__ = ["BoxView", "StridedView", "TensorBox", "box_of", "without_duplicates"]
-
 
 @dataclass(frozen=True)
 class TensorBox:

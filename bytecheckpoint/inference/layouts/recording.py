@@ -22,8 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .parts import StridedView
 
-__all__ = ["Copy", "Recorder", "UnrecordedWrites", "storage_identity", "tensor_in_use", "uncovered"]
-
 _aten = torch.ops.aten
 
 # Operations that return a view of the same elements. A ``reshape`` that needs no copy is dispatched as ``view``.

@@ -21,9 +21,6 @@ from .engine_model import EngineModel
 from .messages import check_faults
 from .receiver import Receiver
 
-__all__ = ["AdapterHost", "AdapterModel", "AdapterReceivers", "LoraAdapter", "LoraFactor", "LoraLayer", "factor_of"]
-
-
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))"
 )

@@ -22,27 +22,6 @@ from ...tensors.shards import basic_meta
 from ..layouts.recording import Copy
 from .messages import check_faults
 
-__all__ = [
-    "QUANTIZED",
-    "SCALE",
-    "Blocks",
-    "Scratch",
-    "blocks_of",
-    "check_quantizable",
-    "cut_blocks",
-    "elements_of",
-    "grid_of",
-    "is_narrow",
-    "is_wide",
-    "maxima_of",
-    "partial_blocks",
-    "quantize",
-    "scales_of",
-    "whole_blocks",
-    "without",
-]
-
-
 QUANTIZED = DTYPES["float8_e4m3fn"]
 SCALE = DTYPES["float32"]
 

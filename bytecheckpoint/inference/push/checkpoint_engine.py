@@ -24,9 +24,6 @@ from .relay import RelayEngine, RelayModel
 from .transports.cuda_ipc import GPU_PREFIX, visible_gpus
 from .transports.shared_memory import SharedArena
 
-__all__ = ["Buckets", "IpcEngine", "align_tensor", "gpus_of", "make_buckets"]
-
-
 _BUCKET_BYTES = 512 << 20
 _Named = tuple[str, torch.Tensor, torch.dtype]
 

@@ -26,9 +26,6 @@ from ...runtime.threads import run_daemon
 from ...version import install_command
 from .guard import ExitGuard
 
-__all__ = ["Handle", "Update", "UpdateClient", "zeromq"]
-
-
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 """A worker gets the memory of both buckets, as one tensor of bytes, by calling the function with the arguments."""
 

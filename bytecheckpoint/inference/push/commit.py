@@ -13,8 +13,6 @@ from .engines.base import Budget, Engine, ask, ask_all, failure_of
 from .leases import HeldLease, Inconsistent, check_consistent, check_own, push_command, resolve, resume_command
 from .messages import first_cause
 
-__all__ = ["EngineCommit"]
-
 _CLEANUP_S = 5.0  # at least, for requests that must still reach an engine when the time of the stage is up
 _LEASE_SLACK_S = 30.0  # for reverting, after the stage
 

@@ -25,8 +25,6 @@ from .requests import TensorRequest, blocks_by_name, request_tensors
 from .transports.group import GroupAddress, GroupBackend, GroupRendezvous
 from .writing import SenderResult
 
-__all__ = ["PushCoordinator"]
-
 E = TypeVar("E")
 T = TypeVar("T")
 

@@ -25,8 +25,6 @@ from .block_quantization import Blocks, check_quantizable
 from .layout import ChunkStore, Layout
 from .messages import Table, check_faults
 
-__all__ = ["ChunkedTensors", "EngineModel", "LoadRecord", "record_load"]
-
 
 class EngineModel(Protocol):
     """What a ``Receiver`` needs of an engine's worker. Called only from the thread that runs the model."""

@@ -23,8 +23,6 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ExitGuard", "tls_context", "tls_of"]
-
 _PATIENCE_S = 600.0  # for workers that are stopped, and for an engine that loads
 _POLL_MS = 100
 _LINGER_MS = 1000

@@ -23,8 +23,6 @@ from ...tensors.geometry import Box
 from ..layouts.parts import TensorBox
 from .messages import pack_parts, unpack_parts
 
-__all__ = ["ALIGNMENT_BYTES", "ArrivedChunk", "ChunkStore", "Holding", "Layout", "Waves", "Write", "align", "cut_box"]
-
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element size
 
 

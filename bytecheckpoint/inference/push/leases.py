@@ -25,17 +25,6 @@ from .engines.base import Budget, Engine, ask, ask_all, check_awake
 from .engines.vllm import engine_at, server_at
 from .transports.acceptor import Acceptor, connect
 
-__all__ = [
-    "HeldLease",
-    "Inconsistent",
-    "PauseLease",
-    "check_consistent",
-    "check_own",
-    "push_command",
-    "resolve",
-    "resume_command",
-]
-
 _CONNECT_S = 1.0  # a firewall that drops packets must not delay each push for longer
 _RESOLVE_S = 600.0  # requests of the lost push come first, in which the engine may load weights
 _RETRY_S = 1.0

@@ -17,8 +17,6 @@ from enum import Enum, auto
 
 from ...errors import EngineError, StateError
 
-__all__ = ["PushLifecycle", "PushState"]
-
 
 class PushState(Enum):
     """A state of a push."""

@@ -19,19 +19,6 @@ from .messages import Table
 from .transports.base import THREADS
 from .transports.shared_memory import ArenaChunks, SharedArena
 
-__all__ = [
-    "DOUBLE",
-    "MODES",
-    "SINGLE",
-    "STREAMED",
-    "HeldVersion",
-    "MemoryPolicy",
-    "Mode",
-    "Version",
-    "VersionStore",
-    "free_memory",
-]
-
 Mode = Literal["double", "single", "streamed"]
 
 DOUBLE: Mode = "double"

@@ -28,22 +28,6 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
 from ..layouts.parts import TensorBox
 
-__all__ = [
-    "PROTOCOL",
-    "FailureResponse",
-    "Faults",
-    "SenderLost",
-    "Table",
-    "check_faults",
-    "decode",
-    "encode",
-    "first_cause",
-    "list_faults",
-    "pack_parts",
-    "unpack_parts",
-    "without_traceback",
-]
-
 PROTOCOL = 9
 """The version of the messages; both sides must have the same."""
 

@@ -31,8 +31,6 @@ from .sources import PushSource
 from .transports.base import Transport, TransportBroken
 from .transports.shared_memory import SharedArena
 
-__all__ = ["ArenaSource", "HeldType", "PeerSource", "held_type"]
-
 _JOIN_S = 2.0  # for a thread that must end; one that is connecting ends later
 
 HeldType = tuple[Box, DType]

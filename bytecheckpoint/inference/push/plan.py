@@ -27,17 +27,6 @@ from .transports.base import ChunkTarget
 from .transports.group_transport import plan_receptions
 from .writing import SENT, UNCHANGED, Job, SenderResult, pack_writes
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Assignments",
-    "BoundPlan",
-    "Plan",
-    "Worker",
-    "check_taken_whole",
-    "merge_descriptions",
-    "plan_push",
-]
-
 CHUNK_BYTES = 4 << 20
 """The default size limit of a chunk: small enough to overlap and to name a damaged range, large enough to hash and send
 at full speed."""

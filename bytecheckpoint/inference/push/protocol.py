@@ -27,8 +27,6 @@ from .transports.group_transport import GroupTransport
 from .transports.tcp import TcpTransport
 from .writing import SenderResult
 
-__all__ = ["ENGINE_SHARE", "Push", "RankPush"]
-
 T = TypeVar("T")
 
 ENGINE_SHARE = 0.7

@@ -22,8 +22,6 @@ from .sender import Sender
 from .sources import Rename, source_of
 from .transports.group import GroupBackend, check_backend
 
-__all__ = ["Pusher"]
-
 
 class Pusher:
     """Pushes weights into running inference engines.

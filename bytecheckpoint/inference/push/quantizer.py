@@ -38,16 +38,6 @@ from .layout import Holding, Write
 from .messages import Table
 from .sources import PushSource
 
-__all__ = [
-    "MaximaExchange",
-    "PartialMaxima",
-    "Quantizer",
-    "holdings_of_blocks",
-    "pack_task",
-    "plan_exchange",
-    "torch_dtype_of",
-]
-
 
 class _Fetch(NamedTuple):
     """``box`` of a tensor, which write ``number`` needs. If ``grid`` is given, its maxima are found from the box."""

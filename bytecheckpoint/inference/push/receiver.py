@@ -36,8 +36,6 @@ from .transports.ring import RingBuffer, RingMemory
 from .transports.shared_memory import SharedArena
 from .transports.tcp import ChunkServer
 
-__all__ = ["Receiver", "refuse"]
-
 _MAX_RECORDS = 4  # of loads: two kinds of senders, each with and without quantization
 _CHANGES = frozenset({"describe", "prepare", "apply", "stream", "rollback"})  # requests that begin or apply a change
 _PATIENCE = 0.8  # of a sender's deadline: a missing chunk is the cause of missing room, so this worker reports first

@@ -27,8 +27,6 @@ from .guard import ExitGuard
 from .messages import decode
 from .receiver import Receiver
 
-__all__ = ["RelayEngine", "RelayModel"]
-
 _PATIENCE = 0.8  # of a sender's deadline: the error of this end names the silent worker, so it must come first
 
 Step = tuple[str, Mapping[str, Any] | None]

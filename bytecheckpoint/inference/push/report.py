@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["STAGES", "Progress", "ProgressReporter", "PushReport", "WorkerReport"]
-
 STAGES = ("describe", "plan", "prepare", "write", "verify", "apply", "stream")
 """The stages of a push, in order. ``stream`` replaces ``write``, ``verify`` and ``apply`` when weights are streamed."""
 

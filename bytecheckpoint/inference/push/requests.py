@@ -19,8 +19,6 @@ from .engines.base import Budget, Engine, ask
 from .messages import Table, check_faults, unpack_parts
 from .plan import check_taken_whole
 
-__all__ = ["TensorRequest", "blocks_by_name", "request_tensors"]
-
 
 @dataclass(frozen=True)
 class TensorRequest:

@@ -27,9 +27,6 @@ from .transports.shared_memory import ArenaAddress, SharedMemoryTransport
 from .transports.tcp import TcpTransport
 from .writing import ChunkFormat, Job, check_finite, runs_of, unpack_writes, write_all
 
-__all__ = ["PushAssignment", "Sender"]
-
-
 _CHECKED_BYTES = 64 << 20  # fetched and checked at once
 # Made, hashed and delivered at once. In host memory, a chunk that the cache still holds is hashed and copied faster; a
 # device is waited for once.

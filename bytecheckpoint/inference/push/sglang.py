@@ -33,8 +33,6 @@ from .engines.vllm import MissingEndpoint
 from .messages import check_faults
 from .relay import RelayEngine, RelayModel, Step
 
-__all__ = ["SglangEngine", "SglangPause"]
-
 SglangPause = Literal["retract", "abort", "in_place"]
 
 _UNBOUNDED_S = 7 * 86400.0

@@ -19,8 +19,6 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.shards import SectionSource, Shard, torch_dtype
 from .messages import Table
 
-__all__ = ["CheckpointSectionSource", "PushSource", "StateSource", "source_of"]
-
 Rename = Callable[[str], str]
 
 

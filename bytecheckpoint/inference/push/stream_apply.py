@@ -11,8 +11,6 @@ from ...runtime.threads import run_daemon
 from .coordinator import PushCoordinator
 from .engines.base import Budget
 
-__all__ = ["StreamApply"]
-
 _SLOWEST_BYTES_S = 50e6  # no working worker loads slower; other checks detect a stalled one
 _CLEANUP_S, _LATE_S = 5.0, 0.5
 

@@ -23,20 +23,6 @@ from .sources import PushSource
 from .transports.base import THREADS, ChunkTarget, Digests, OutgoingChunk, Transport
 from .transports.cuda_ipc import synchronize
 
-__all__ = [
-    "KEPT",
-    "SENT",
-    "UNCHANGED",
-    "ChunkFormat",
-    "Job",
-    "SenderResult",
-    "check_finite",
-    "pack_writes",
-    "runs_of",
-    "unpack_writes",
-    "write_all",
-]
-
 T = TypeVar("T")
 
 _CHECK_S = 0.5

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-__all__ = ["empty_kept_slots", "keep_adapters"]
-
 _log = logging.getLogger(__name__)
 
 

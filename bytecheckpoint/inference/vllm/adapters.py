@@ -29,8 +29,6 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from ...errors import StateError
 from ..push.adapters import AdapterReceivers, LoraAdapter, LoraFactor, LoraLayer
 
-__all__ = ["VllmAdapters", "adapters_of", "receivers_of"]
-
 _UNKNOWN = LoraLayer(None, None)
 _HEADS: tuple[type, ...] = tuple(
     getattr(lora_layers, name) for name in ("ClassificationHeadWithLoRA",) if hasattr(lora_layers, name)

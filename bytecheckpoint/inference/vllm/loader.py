@@ -35,8 +35,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-__all__ = ["BcpModelLoader", "register"]
-
 _LOAD_FORMAT = "bcp"  # also the name of the transfer backend
 _TRANSFER_ENGINE = ("bytecheckpoint.inference.vllm.transfer", "BcpTransferEngine")  # imported when an engine uses it
 _OPTIONS = frozenset(

@@ -40,8 +40,6 @@ from ..push.receiver import Receiver
 from ..push.transports.cuda_ipc import compute_device
 from .adapter_slots import keep_adapters
 
-__all__ = ["VllmModel", "keep_receiver", "receiver_of", "receiver_of_draft"]
-
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 _log = logging.getLogger(__name__)

@@ -23,8 +23,6 @@ from ..push.receiver import Receiver
 from ..push.transports.cuda_ipc import compute_device
 from .model import VllmModel, keep_receiver
 
-__all__ = ["join"]
-
 _PHASE = "peer"
 _LOADED, _FAILED = b"", b"-"  # in place of a request; neither is one
 

@@ -13,8 +13,6 @@ from importlib import metadata
 
 from ...errors import StateError
 
-__all__ = ["PARTS", "TESTED", "check_part", "missing_names"]
-
 TESTED = "0.30 to 0.32"
 """The releases with which the tests run: everything with the newest, load format and pushes with each."""
 

@@ -25,8 +25,6 @@ check_part("trainer")
 from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo, TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-__all__ = ["BcpTrainerEngine", "BcpTrainerInitInfo"]
-
 
 @dataclass
 class BcpTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]

@@ -26,8 +26,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-__all__ = ["BcpInitInfo", "BcpTransferEngine", "BcpUpdateInfo"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from ..push.engines.base import split_target
 from ..push.receiver import Receiver, refuse
 from .private import check_part
 
-__all__ = ["WorkerExtension", "answer", "post", "receiver"]
-
 
 def answer(vllm_config: Any, model: Any, text: str, runner: Any = None) -> str:
     """The response of the worker's model, draft model or adapter to a sender. Never raises."""

@@ -1,5 +1,3 @@
 """Read bytes that several ranks request once, and exchange them between ranks."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -24,8 +24,6 @@ from ...errors import CorruptionError
 from ...planners import PartBox, Ring, SharedPart, Stripe
 from ...tensors.geometry import Box
 
-__all__ = ["Exchange", "ReadRequest", "SharedBox", "SharedBoxes", "checksum_of"]
-
 
 class ReadRequest(NamedTuple):
     """One request of a load: read ``box`` of the manifest's tensor ``tensor`` into ``memory``."""

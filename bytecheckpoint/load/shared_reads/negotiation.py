@@ -19,8 +19,6 @@ from ...planners import BoxRequest, ClassSummary, RankGroups, RequestClass, clas
 from ...storage_backends.base import StorageBackend
 from ...version import VERSION
 
-__all__ = ["Answer", "ReadOffer", "ShareReads", "answer_offers", "make_offer"]
-
 ShareReads = Literal["auto", "always", "never"]
 """``auto``: share reads if that is likely to be faster. ``always``: whenever several ranks request the same bytes."""
 

@@ -21,8 +21,6 @@ from ...errors import ControlError
 from ...planners import Batch, Packet, PartBox, Ring
 from .exchange import Exchange, SharedBoxes, checksum_of
 
-__all__ = ["RingExchange"]
-
 _MIN_UNPACKED_BYTES = 64 << 10  # a smaller part box is cheaper to pack with its neighbours than to send alone
 
 

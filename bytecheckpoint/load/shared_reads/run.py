@@ -29,8 +29,6 @@ from .negotiation import Answer, ReadOffer, ShareReads, answer_offers, make_offe
 from .ring import RingExchange
 from .scatter import ScatterExchange
 
-__all__ = ["PlannedReads", "plan_reads", "read_together", "run_reads"]
-
 _READING_THREADS = 2  # so that the disk has work while one batch is hashed
 # Bytes of a frame that are sent at once. Two batches of four packets each are in memory at a time, and at most eight
 # times as much if few rows begin at a chunk boundary.

@@ -20,8 +20,6 @@ from ...planners import Batch
 from ...tensors.geometry import Box
 from .exchange import Exchange, SharedBoxes, checksum_of
 
-__all__ = ["ScatterExchange"]
-
 _BATCHES_AHEAD = 1  # being read while one is sent; more would only take more memory
 _ALIGNMENT_BYTES = 16  # of every part in a message, enough for any dtype
 

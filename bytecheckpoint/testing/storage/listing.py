@@ -13,8 +13,6 @@ from ...errors import KeyNotFoundError, StorageError
 from ...storage_backends.base import StorageBackend
 from .store_tests import StoreTests, reads_of
 
-__all__ = ["ListingTests"]
-
 
 class ListingTests(StoreTests):
     def test_empty_store_lists_nothing(self, backend: StorageBackend) -> None:

@@ -13,8 +13,6 @@ from ...errors import KeyChangedError, KeyExistsError, KeyNotFoundError, Storage
 from ...storage_backends.base import Conditions, StorageBackend
 from .store_tests import StoreTests, content_of, reads_of
 
-__all__ = ["HOSTILE_KEYS", "ObjectTests"]
-
 HOSTILE_KEYS = (
     "",
     ".",

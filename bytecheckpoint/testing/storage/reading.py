@@ -12,8 +12,6 @@ from ...errors import KeyNotFoundError, StorageError
 from ...storage_backends.base import StorageBackend
 from .store_tests import StoreTests, content_of
 
-__all__ = ["ReadingTests"]
-
 
 class ReadingTests(StoreTests):
     def test_ranged_reads(self, backend: StorageBackend) -> None:

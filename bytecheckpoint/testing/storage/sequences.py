@@ -21,8 +21,6 @@ from ...errors import KeyChangedError, KeyExistsError, KeyNotFoundError, Storage
 from ...storage_backends.base import ObjectWriter, StorageBackend
 from .store_tests import StoreTests
 
-__all__ = ["SequenceTests", "StoreMachine"]
-
 # No key is a directory of another one: file systems cannot store both.
 _KEYS = ("a", "b", "d/a", "d/b", "d/e/a", "d-x/a", "größe/Ω")
 _PREFIXES = ("", "d", "d/", "d/e/", "g", "none/")

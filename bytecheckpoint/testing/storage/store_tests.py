@@ -10,8 +10,6 @@ import pytest
 
 from ...storage_backends.base import StorageBackend
 
-__all__ = ["StoreTests", "content_of", "reads_of"]
-
 
 class StoreTests:
     """What the store under test supports. Each test gets a new and empty store from the fixture ``backend``."""

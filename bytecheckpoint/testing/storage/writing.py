@@ -13,8 +13,6 @@ from ...errors import KeyNotFoundError, StorageError
 from ...storage_backends.base import PartWriter, StorageBackend
 from .store_tests import StoreTests, content_of
 
-__all__ = ["WritingTests"]
-
 
 class WritingTests(StoreTests):
     @pytest.mark.parametrize("size", [0, 1, 5000])

@@ -1,5 +1,3 @@
 """Inference engines, as the coordinator of a push reaches them."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -16,9 +16,6 @@ from ....errors import FormatError, KeyNotFoundError, StateError, UsageError
 from ....frameworks.module_tree import has_fsdp1
 from .base import Engine, TargetEngine
 
-__all__ = ["CONFIG_NAME", "AdapterEngine", "adapter_config", "adapter_state"]
-
-
 CONFIG_NAME = "adapter_config.json"
 
 _MAX_CONFIG_BYTES = 1 << 20

@@ -19,8 +19,6 @@ from ....errors import DeadlineError, EngineError
 from ..transports.acceptor import Acceptor, connect
 from .base import Budget, Engine
 
-__all__ = ["METHOD", "REPLICATED", "Answers", "CollectiveRpc", "post_answer"]
-
 METHOD = "bcp_push"
 """The method of ``WorkerExtension``."""
 

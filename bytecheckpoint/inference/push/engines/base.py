@@ -17,19 +17,6 @@ from typing import Any
 from ....errors import BytecheckpointError, EngineError, FormatError, StateError
 from ..messages import PROTOCOL, FailureResponse, decode, encode
 
-__all__ = [
-    "Budget",
-    "DraftEngine",
-    "Engine",
-    "TargetEngine",
-    "Wrapper",
-    "ask",
-    "ask_all",
-    "check_awake",
-    "failure_of",
-    "split_target",
-]
-
 _MIN_WAIT_S = 0.05
 
 

@@ -14,8 +14,6 @@ from ....errors import DeadlineError, EngineError, UsageError
 from ....runtime.threads import run_daemon
 from .answers import METHOD, CollectiveRpc
 
-__all__ = ["LocalEngine", "PauseMode", "RpcEngine"]
-
 PauseMode = Literal["wait", "abort", "keep"]
 
 

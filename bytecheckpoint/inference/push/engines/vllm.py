@@ -23,8 +23,6 @@ from .answers import METHOD, Answers, CollectiveRpc
 from .base import Budget, Engine, TargetEngine, Wrapper
 from .rpc import PauseMode
 
-__all__ = ["TOKEN_VARIABLE", "HttpEngine", "MissingEndpoint", "NativeEngine", "engine_at", "server_at"]
-
 _HEALTH_S = 5.0
 _NOT_AUTHENTICATED = (401, 403, 407)
 _KILLED = (

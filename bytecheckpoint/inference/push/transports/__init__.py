@@ -1,5 +1,3 @@
 """Ways in which chunks reach the memory of workers."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

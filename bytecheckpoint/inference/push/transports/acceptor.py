@@ -14,8 +14,6 @@ from ....control.connections import connect as connect_to
 from ....errors import CorruptionError, EngineError
 from ....runtime.threads import Threads
 
-__all__ = ["Acceptor", "connect", "push_addresses"]
-
 _CONNECT_S = 5.0
 _MOST_SENDERS = 256
 

@@ -14,17 +14,6 @@ from ....engine.tensor_bytes import byte_view
 from ....errors import EngineError
 from ....frameworks.digests import digest_on_device
 
-__all__ = [
-    "THREADS",
-    "ChunkTarget",
-    "Digests",
-    "OutgoingChunk",
-    "Transport",
-    "TransportBroken",
-    "word_digests",
-    "xxh3_digests",
-]
-
 THREADS = min(4, len(os.sched_getaffinity(0)))
 """How many threads of a process make, copy and hash chunks."""
 

@@ -28,19 +28,6 @@ import torch
 from ....errors import EngineError, StateError
 from .shared_memory import ArenaAddress, SharedArena, open_arena
 
-__all__ = [
-    "GPU_PREFIX",
-    "DeviceArena",
-    "DeviceMemory",
-    "OpenArena",
-    "attach_device",
-    "compute_device",
-    "current_device_memory",
-    "device_memory_named",
-    "synchronize",
-    "visible_gpus",
-]
-
 GPU_PREFIX = "GPU-"
 
 _HANDLE_BYTES = 64

@@ -29,16 +29,6 @@ from ....runtime.threads import run_daemon
 from .acceptor import push_addresses
 from .base import TransportBroken
 
-__all__ = [
-    "Group",
-    "GroupAddress",
-    "GroupBackend",
-    "GroupRendezvous",
-    "Membership",
-    "check_backend",
-    "join_group",
-]
-
 GroupBackend = Literal["gloo", "nccl"]
 
 _UNBOUNDED = timedelta(days=365)  # when NCCL's own timeout expires, its watchdog ends the process

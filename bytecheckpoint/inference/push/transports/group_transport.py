@@ -25,8 +25,6 @@ from .cuda_ipc import compute_device, synchronize
 from .group import Check, Group, GroupAddress, GroupBackend, Membership, check_backend
 from .ring import RingBuffer
 
-__all__ = ["GroupMember", "GroupMemory", "GroupTransport", "Reception", "plan_receptions"]
-
 _SOON_S = 0.5  # a thread that waits for no other member ends within this time
 
 _log = logging.getLogger(__name__)

@@ -24,8 +24,6 @@ from .cuda_ipc import synchronize
 from .shared_memory import ArenaAddress, SharedArena
 from .tcp import ChunkServer
 
-__all__ = ["RingBuffer", "RingMemory"]
-
 _ABSENT, _ARRIVING, _ARRIVED = range(3)  # states of a chunk
 _UNKNOWN_USES = 1 << 62  # for chunks that the loader computes with
 

@@ -21,8 +21,6 @@ from ....errors import CorruptionError, EngineError
 from ..layout import ArrivedChunk, ChunkStore, Layout
 from .base import OutgoingChunk, Transport, xxh3_digests
 
-__all__ = ["ArenaAddress", "ArenaChunks", "SharedArena", "SharedMemoryTransport", "attach", "open_arena"]
-
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

@@ -29,8 +29,6 @@ from .base import ChunkTarget, OutgoingChunk, Transport, TransportBroken
 from .cuda_ipc import OpenArena, attach_device, synchronize
 from .shared_memory import ArenaAddress, attach
 
-__all__ = ["END", "FAILED", "FINISHED", "FRAME", "STATUS", "TAKEN", "ChunkServer", "TcpTransport"]
-
 FRAME = struct.Struct("!QQQ")
 STATUS = struct.Struct("!BQ")
 FINISHED, FAILED, TAKEN = range(3)
