@@ -113,6 +113,13 @@ def _mapping(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def _keywords(name: str, value: Any) -> dict[str, Any]:
+    found = _mapping(name, value)
+    if not all(isinstance(key, str) for key in found):
+        raise UsageError(f"{name} must have names as keys, not {[key for key in found if not isinstance(key, str)]}")
+    return found
+
+
 def _renaming(name: str, value: Any) -> Any:
     if value is None or (callable(value) and not isinstance(value, Mapping)):
         return value
@@ -164,7 +171,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     "rename": _renaming,
     "slots": whole_number(0),
     "step": optional(STEP),
-    "storage_options": _mapping,
+    "storage_options": _keywords,
     "timeout_s": optional(_seconds(_MAX_DEADLINE_S)),
     "trainable_only": _flag,
     "verify": _flag,

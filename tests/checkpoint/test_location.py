@@ -45,6 +45,8 @@ def test_what_is_below_it_has_the_same_tier_and_options() -> None:
 def test_options_belong_to_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="pass storage_options to the Location"):
         bcp.open(bcp.Location(tmp_path), storage_options={"key": "x"})
+    with pytest.raises(UsageError, match=r"storage_options must have names as keys, not \[1\]"):
+        bcp.open(tmp_path, storage_options={1: "x"})
 
 
 def test_it_stands_for_a_path_everywhere(tmp_path: Path) -> None:
