@@ -21,7 +21,7 @@ class FailedSaves:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failed: dict[str, SaveHandle] = {}
-        self._warned: dict[str, SaveHandle] = {}  # by root, the one of which ``warn`` has warned
+        self._warned: set[str] = set()  # the roots of those of which ``warn`` has warned
 
     def follow(self, location: Location, save: SaveHandle) -> None:
         """Remember this save if it fails; once it is committed, forget those before it."""
@@ -29,6 +29,7 @@ class FailedSaves:
 
         def ended(save: SaveHandle) -> None:
             with self._lock:
+                self._warned.discard(root)
                 if failure_of(save) is None:
                     self._failed.pop(root, None)
                 else:
@@ -40,9 +41,9 @@ class FailedSaves:
         """Before a save to this location, warn of the one before it, once."""
         root = _root_of(location)
         failed = self._failed.get(root)
-        if failed is None or failed.is_asked or failed is self._warned.get(root):
+        if failed is None or failed.is_asked or root in self._warned:
             return
-        self._warned[root] = failed
+        self._warned.add(root)
         warnings.warn(
             f"saving {without_userinfo(failed.url)} failed, and no one asked for its outcome: {failure_of(failed)}",
             SaveFailedWarning,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,3 +121,15 @@ def test_every_rank_warns(rank_pool: RankPool, tmp_path: Path) -> None:
         assert "1 failed" in message
         assert "a broken disk" in message
     assert bcp.open(tmp_path / "2").verify().ok
+
+
+def test_a_save_of_which_a_later_one_has_warned_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "bytecheckpoint")  # a record would keep the error, and so the save
+    with bcp.Checkpointer() as saver:
+        handle = fail(saver, tmp_path / "1")
+        with pytest.warns(SaveFailedWarning):
+            saver.save(tmp_path / "2", STATE).result()
+        kept = weakref.ref(handle)
+        del handle
+        gc.collect()
+        assert kept() is None
