@@ -10,6 +10,7 @@ import click
 
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpointer import session_of
 from ..convert.average import average
 from ..convert.copy import remove
 from ..convert.diff import DiffReport, diff
@@ -18,7 +19,6 @@ from ..errors import UsageError
 from ..foreign.opening import CheckpointSource
 from ..load.options import LoadOptions
 from ..rules import Rules
-from ..session import default_session
 from ..telemetry.trace_files import merge_traces
 from .incomplete import remove_incomplete
 from .options import EXIT_NEGATIVE, Locate, checked, command, rules_options
@@ -110,7 +110,7 @@ def reshard_command(
         raise click.UsageError("--average needs --rules")
     else:
         contents = CheckpointSource(at(source), at(source).open(), rules, average)
-        found = Checkpoint(contents.index(), default_session().engine)
+        found = Checkpoint(contents.index(), session_of().engine)
     with out.progress("reshard", found.manifest.file_bytes) as progress:
         report = reshard(
             found,

@@ -25,13 +25,13 @@ from torch.futures import Future
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
+from ..checkpointer import session_of
 from ..convert.state_dicts import StoredTensorRef
 from ..errors import MismatchError, UnsupportedURLError
 from ..frameworks.tree_paths import value_like
 from ..load.matching import refuse_cast
 from ..load.options import Cast, LoadOptions, LoadRequest
 from ..runtime.arguments import options_of
-from ..session import default_session
 from ..storage_backends import url_text
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
@@ -225,7 +225,7 @@ class Reader(StorageReader):
     def _open(self) -> tuple[Checkpoint, StoredItems]:
         if self._opened is None:
             request = self._request
-            checkpoint = default_session().open(request.location, verify=request.verify, deadline_s=request.deadline_s)
+            checkpoint = session_of().open(request.location, verify=request.verify, deadline_s=request.deadline_s)
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
             self._opened = checkpoint, StoredItems.of(checkpoint, rank=rank, allow_pickle=request.allow_pickle)
         return self._opened

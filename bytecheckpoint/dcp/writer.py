@@ -20,6 +20,7 @@ from ..checkpoint.attempts import ATTEMPT_PREFIX, new_attempt, remove_attempt
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import check_replaceable, commit, remove_files
 from ..checkpoint.sweep import remove_files_of
+from ..checkpointer import session_of
 from ..engine.writing import check_space
 from ..errors import (
     CommitUnknownError,
@@ -34,7 +35,6 @@ from ..format.manifest import MANIFEST_KEY
 from ..frameworks.tree import CapturedSection
 from ..runtime.arguments import options_of
 from ..save.options import SaveOptions, SaveRequest
-from ..session import default_session
 from ..storage_backends import StorageBackend, url_text
 from ..telemetry.trace import Timings
 from .items import METADATA_KEY, ItemPaths, StoredAs, describe_containers, resolve_items, top_level_section
@@ -201,7 +201,7 @@ class Writer(StorageWriter):
             backend = self._backend()
             share = self._share_of(plan, backend)
             sections = resolve_items(plan, planner, ItemPaths.of(plan.planner_data, share.top_level))
-            engine, request = default_session().engine, self._request(StoredAs())
+            engine, request = session_of().engine, self._request(StoredAs())
             engine.check_usable()
             with engine.track_call():
                 record = write_items(
@@ -369,7 +369,7 @@ class Writer(StorageWriter):
             return {section: CapturedSection(items.source) for section, items in sections.items()}
 
         request = self._request(StoredAs(top_level, is_flattened))
-        default_session().save(lambda: request, make_state, is_async=False, deadline_s=request.deadline_s)
+        session_of().save(lambda: request, make_state, is_async=False, deadline_s=request.deadline_s)
 
 
 def _remove_attempt(backend: StorageBackend, attempt: str, pid: int) -> None:

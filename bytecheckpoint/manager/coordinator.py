@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgpack
 import torch
 
+from ..checkpointer import Session
 from ..control.agreement import describe_disagreement
 from ..control.base import Operation
 from ..errors import (
@@ -32,7 +33,6 @@ from ..errors import (
     without_userinfo,
 )
 from ..save.handle import SaveHandle, failure_of
-from ..session import Session
 from .options import Cadence, Preemption
 from .signals import SignalWatch
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.session import default_session
+from bytecheckpoint.checkpointer import session_of
 
 CHUNK = 1024
 
@@ -18,7 +18,7 @@ CHUNK = 1024
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Return a folder of three checkpoints: the first is complete, each of the others changes one chunk."""
-    default_session().engine.shared.last_commit = None
+    session_of().engine.shared.last_commit = None
     tensor = torch.zeros(100 * CHUNK // 4)
     for step in (1, 2, 3):
         tensor[step * CHUNK // 4] = step

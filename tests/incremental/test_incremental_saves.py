@@ -21,6 +21,7 @@ from sorted_arguments import loading, saving
 from torch import nn
 
 import bytecheckpoint as bcp
+from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.convert.copy import copy, remove
 from bytecheckpoint.convert.diff import diff
 from bytecheckpoint.convert.reshard import reshard
@@ -30,7 +31,6 @@ from bytecheckpoint.engine.staging import arena
 from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.errors import CorruptionError, UsageError
 from bytecheckpoint.save import incremental
-from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 
@@ -39,7 +39,7 @@ CHUNK = 1024
 
 @pytest.fixture(autouse=True)
 def _no_memory_of_other_tests() -> None:
-    default_session().engine.shared.last_commit = None
+    session_of().engine.shared.last_commit = None
 
 
 def tensors(seed: int = 0) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def test_a_base_with_files_of_many_saves_is_written_completely(tmp_path: Path, m
 def test_a_new_process_finds_the_newest_checkpoint(tmp_path: Path) -> None:
     tree = tensors()
     save(tmp_path / "step-1", tree)
-    engine = default_session().engine
+    engine = session_of().engine
     engine.shared.last_commit = None
     assert save(tmp_path / "step-2", tree) < 6000
     with mock.patch.object(LocalBackend, "get", side_effect=AssertionError("the manifest is in memory")):

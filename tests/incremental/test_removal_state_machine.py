@@ -22,11 +22,11 @@ from sorted_arguments import save_in_job
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.nearest import open_tier
 from bytecheckpoint.checkpoint.sweep import FilesGoneError
+from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.convert.copy import copy, finish_upload, remove, unfinished_uploads
 from bytecheckpoint.engine.objects import OBJECTS
 from bytecheckpoint.errors import BytecheckpointError, CheckpointError, KeyExistsError, StorageError
 from bytecheckpoint.format.manifest import MANIFEST_KEY, decode
-from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 
@@ -220,7 +220,7 @@ class Transfers(SharedFiles):
             )
             with suppress(FilesGoneError):  # another program has removed what the last upload left
                 handle.uploaded()
-        default_session().engine.uploads.submit(int).result()  # the failed upload has ended
+        session_of().engine.uploads.submit(int).result()  # the failed upload has ended
         staged = open_tier(self.folder / "tier", open_backend(f"{self.root}/{name}"))
         if self._number_of(name) == self.number:
             self._committed(name)

@@ -32,12 +32,12 @@ from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint import sweep
 from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt
 from bytecheckpoint.checkpoint.lease import LEASE_KEY, hold_root
+from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.convert.copy import remove
 from bytecheckpoint.engine.objects import OBJECTS
 from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError, StorageFullError
 from bytecheckpoint.format.manifest import MANIFEST_KEY
 from bytecheckpoint.save.engine import SharedSaves
-from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend, registry
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.testing import FaultRule, FaultyBackend, time_limit
@@ -50,7 +50,7 @@ FULL = 64 * CHUNK
 
 @pytest.fixture(autouse=True)
 def _no_memory_of_other_tests() -> None:
-    default_session().engine.shared.last_commit = None
+    session_of().engine.shared.last_commit = None
 
 
 def tensor() -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_a_base_that_was_removed_by_hand(tmp_path: Path, what: str, is_new_proce
     else:
         os.truncate(file, 5000)
     if is_new_process:
-        default_session().engine.shared.last_commit = None
+        session_of().engine.shared.last_commit = None
     done = save(tmp_path / "step-2", tensor(), async_save=True)
     assert done.bytes_written > FULL
     assert done.remark

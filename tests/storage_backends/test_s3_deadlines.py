@@ -28,10 +28,10 @@ from sorted_arguments import saving
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
+from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.cli import cli
 from bytecheckpoint.convert.reshard import reshard
 from bytecheckpoint.errors import BytecheckpointError, CheckpointNotFoundError, StorageError
-from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.remote import parts
 from bytecheckpoint.testing import time_limit
@@ -398,7 +398,7 @@ class Incremental:
     @staticmethod
     def forget() -> None:
         """As in a new process, which does not know the newest checkpoint."""
-        default_session().engine.shared.last_commit = None
+        session_of().engine.shared.last_commit = None
 
     def save(self, step: int, options: dict[str, Any], **others: Any) -> object:
         self.tensors[str(step % 4)].fill_(step + 1)

@@ -26,6 +26,7 @@ from sorted_arguments import save_in_job
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint import attempts, sweep
 from bytecheckpoint.checkpoint.lease import LEASE_KEY
+from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.convert.copy import remove
 from bytecheckpoint.engine.objects import OBJECTS, files_of
 from bytecheckpoint.engine.writing import FileWriter
@@ -35,7 +36,6 @@ from bytecheckpoint.manager.housekeeping import Committed, expendable
 from bytecheckpoint.runtime.threads import Threads
 from bytecheckpoint.save.commit import SaveCommit
 from bytecheckpoint.save.engine import SharedSaves
-from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import registry
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
@@ -153,7 +153,7 @@ class SharedFiles(RuleBasedStateMachine):
 
     def _begin_process(self) -> None:
         """Forget what a process has in memory, and release what it held."""
-        default_session().engine.shared = SharedSaves()
+        session_of().engine.shared = SharedSaves()
         self.raw.delete([LEASE_KEY])
 
     def _change(self, changes: set[tuple[str, int]]) -> None:

@@ -6,8 +6,8 @@ from dataclasses import fields
 from typing import Any
 
 import bytecheckpoint as bcp
+from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.save.options import SaveRequest
-from bytecheckpoint.session import default_session
 
 __all__ = ["loading", "managing", "save_in_job", "saving"]
 
@@ -31,7 +31,7 @@ def save_in_job(path: Any, state: dict[str, Any], *, use_async: bool = False, **
     """Save with the fields of ``SaveRequest`` that only a manager sets, such as ``job``."""
     arguments = saving(**given)
     request = SaveRequest.of(arguments.pop("options", None), location=bcp.Location.of(path), **arguments)
-    return default_session().save(lambda: request, lambda: state, is_async=use_async, deadline_s=None)
+    return session_of().save(lambda: request, lambda: state, is_async=use_async, deadline_s=None)
 
 
 def _sorted(given: dict[str, Any], **kinds: type) -> dict[str, Any]:

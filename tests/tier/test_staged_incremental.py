@@ -18,11 +18,11 @@ from tier_faults import failing_uploads
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint import attempts
+from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.cli import cli
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.save import incremental
-from bytecheckpoint.session import default_session
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.transfer.journal import find_journals
@@ -33,7 +33,7 @@ SIZE = 1_500_000  # several chunks, and several parts
 
 @pytest.fixture(autouse=True)
 def _no_memory_of_other_tests() -> None:
-    default_session().engine.shared.last_commit = None
+    session_of().engine.shared.last_commit = None
 
 
 def state(step: int) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def test_an_upload_whose_base_is_gone_is_given_up(places: Places, caplog: pytest
     assert unfinished_uploads(str(places.tier)) == []
     assert not [path for path in places.store.rglob("*") if path.is_file()]
     assert bcp.latest(bcp.Location(places.store, tier=bcp.Tier(places.tier))) is None
-    default_session().engine.shared.last_commit = None
+    session_of().engine.shared.last_commit = None
     assert places.save(3).result().bytes_written > SIZE
 
 
@@ -242,7 +242,7 @@ def leave_an_upload(places: Places) -> None:
             manager.save(2, state(2), force=True)
             with pytest.raises(StorageError, match="the store is broken"):
                 manager.wait()
-    default_session().engine.shared.last_commit = None
+    session_of().engine.shared.last_commit = None
 
 
 def test_the_next_job_continues_the_upload(places: Places) -> None:

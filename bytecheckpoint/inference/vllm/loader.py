@@ -16,12 +16,11 @@ from torch import nn
 from ...checkpoint.attempts import ATTEMPT_PREFIX
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.location import Location
-from ...checkpointer import default_checkpointer
+from ...checkpointer import default_checkpointer, session_of
 from ...control.base import Operation
 from ...errors import UsageError
 from ...load.options import LoadOptions
 from ...runtime import DEFAULT_DEADLINE_S
-from ...session import default_session
 from ..delivery import DeliveryReport, StoredWeights
 from ..layouts.hub_names import hub_tensors
 from ..layouts.recording import Copy, UnrecordedWrites, uncovered
@@ -86,7 +85,7 @@ class BcpModelLoader(BaseModelLoader):
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Fill ``model``. Raises ``MismatchError`` that names the parameters with missing elements."""
-        op = default_session().operation("load", self._deadline_s)
+        op = session_of().operation("load", self._deadline_s)
         try:
             self._choose(op)
             if self._is_joined(op, model, model_config):
@@ -119,7 +118,7 @@ class BcpModelLoader(BaseModelLoader):
             return
         with op.phase("root"):
             root = Location(self._options["root"], storage_options=self._options.get("storage_options"))
-            newest = default_session().latest(root, allow_fresh=True, deadline_s=self._deadline_s)
+            newest = default_checkpointer().latest(root, allow_fresh=True, deadline_s=self._deadline_s)
         url = op.broadcast("root", (b"" if newest is None else newest.url.encode()) if op.rank == 0 else None).decode()
         if url:
             self._options["path"] = self.load_config.model_loader_extra_config["path"] = url
