@@ -258,16 +258,24 @@ class FsspecBackend(RemoteBackend[EndpointSession]):
         return self._retries
 
     async def _call(self, function: Callable[[Connection], _T]) -> _T:
-        """Return the result of a function, which is called in a thread with a connection."""
+        """Return the result of a function, which is called in a thread with a connection.
+
+        A connection whose call is given up, and may never return, is not used again.
+        """
+        taken: list[Connection] = []
 
         def call() -> _T:
-            connection = self._take()
+            taken.append(connection := self._take())
             try:
                 return function(connection)
             finally:
                 self._give_back(connection)
 
-        return await call_daemon(call)
+        try:
+            return await call_daemon(call)
+        except asyncio.CancelledError:
+            self._idle = [idle for idle in self._idle if not any(idle is one for one in taken)]
+            raise
 
     def _take(self) -> Connection:
         """Return a connection that no other thread uses, unless threads may share it."""

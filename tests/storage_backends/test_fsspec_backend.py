@@ -33,6 +33,7 @@ from bytecheckpoint.errors import (
     UnsupportedURLError,
 )
 from bytecheckpoint.storage_backends import IncompleteUpload, StorageBackend, open_backend
+from bytecheckpoint.storage_backends.fsspec import connection
 from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend, explain
 from bytecheckpoint.storage_backends.remote import parts
 from bytecheckpoint.storage_backends.remote.session import EndpointSession, Request
@@ -213,6 +214,44 @@ def test_a_client_that_never_returns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     backend.deadline_s = time_limit(20)
     assert backend.get("a/b") == b"before"  # with another connection
     StuckFileSystem.go_on.set()
+
+
+class _FirstIsStuckFileSystem(PlainFileSystem):
+    """Its first instance never returns from ``info``."""
+
+    protocol = "bcpfirst"
+    go_on = threading.Event()
+    made = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.number = _FirstIsStuckFileSystem.made
+        _FirstIsStuckFileSystem.made += 1
+
+    def info(self, path: str, **options: Any) -> Any:
+        if not self.number:
+            _FirstIsStuckFileSystem.go_on.wait(time_limit(60))
+        return super().info(path, **options)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_client_that_never_returned_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    """Also one that several threads share, as hdfs-native's."""
+    fsspec.register_implementation("bcpfirst", _FirstIsStuckFileSystem, clobber=True)
+    if is_shared:
+        monkeypatch.setattr(connection, "_HDFS_NATIVE", __name__)
+    monkeypatch.setattr(_FirstIsStuckFileSystem, "made", 0)
+    monkeypatch.setattr(_FirstIsStuckFileSystem, "go_on", threading.Event())
+    (tmp_path / "object").write_bytes(b"x")
+    backend = FsspecBackend(f"bcpfirst://{tmp_path}")
+    backend.deadline_s = 0.2
+    with pytest.raises(StorageError, match="did not answer in time"):
+        backend.stat("object")
+    backend.deadline_s = time_limit(30)
+    assert backend.stat("object").size == 1
+    _FirstIsStuckFileSystem.go_on.set()
 
 
 class UrlFileSystem(PlainFileSystem):
