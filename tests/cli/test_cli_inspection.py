@@ -10,6 +10,7 @@ from pathlib import Path
 
 import cli_checkpoints as kit
 import pytest
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli.options import exit_code
@@ -214,12 +215,12 @@ def test_output_helpers() -> None:
     assert plain({1: (float("nan"), b"x", {"y": 1.5})}) == {"1": ["nan", "b'x'", {"y": 1.5}]}
 
 
+_MAIN = "from bytecheckpoint.cli import main; main()"
+
+
 def test_as_a_separate_process(one: Path, tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        script = "from bytecheckpoint.cli import main; main()"
-        return subprocess.run(
-            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=time_limit(120)
-        )
+        return warm_python().run(["-c", _MAIN, *arguments], timeout=time_limit(120))
 
     listed = run("ls", str(one.parent))
     assert listed.returncode == 0
@@ -232,14 +233,12 @@ def test_as_a_separate_process(one: Path, tmp_path: Path) -> None:
 
 
 def test_output_that_cannot_be_written(one: Path) -> None:
-    script = "from bytecheckpoint.cli import main; main()"
-    verify = [sys.executable, "-c", script, "verify", str(one)]
-    table = [sys.executable, "-c", script, "ls", str(one.parent)]
+    verify, table = ["-c", _MAIN, "verify", str(one)], ["-c", _MAIN, "ls", str(one.parent)]
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as gone, open("/dev/full", "wb") as full:
         found = [
-            subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=time_limit(120))
+            warm_python().run(command, stdout=output, timeout=time_limit(120))
             for command, output in ((verify, gone), (table, gone), (verify, full))
         ]
     assert [one.returncode for one in found] == [141, 141, 6]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import cli_checkpoints as kit
 import layouts
 import pytest
 import torch
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.convert.diff import diff
@@ -246,11 +245,6 @@ from bytecheckpoint.convert.importing import import_checkpoint
 from bytecheckpoint.convert.reshard import reshard
 
 root = sys.argv[1]
-if sys.argv[2] == "save":
-    tensors = {f"t{n}": torch.full((4096, 1024), float(n)) for n in range(4)}
-    tensors["big"] = torch.arange(32_000_000, dtype=torch.float32).reshape(1000, -1)
-    bcp.save(root + "/c", {"model": tensors}).result()
-    sys.exit()
 torch.set_num_threads(1)
 peak = lambda: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 c = bcp.open(root + "/c")
@@ -268,11 +262,10 @@ print(c.manifest.nbytes, peak() - before)
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """Every tool on a checkpoint of 195 MB that contains a tensor of 128 MB."""
 
-    def run(what: str) -> str:
-        command = [sys.executable, "-c", _MEMORY, str(tmp_path), what]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=time_limit(120)).stdout
-
-    run("save")
-    size, growth = map(int, run("tools").split())
+    tensors = {f"t{n}": torch.full((4096, 1024), float(n)) for n in range(4)}
+    tensors["big"] = torch.arange(32_000_000, dtype=torch.float32).reshape(1000, -1)
+    bcp.save(tmp_path / "c", {"model": tensors})
+    done = warm_python().run(["-c", _MEMORY, str(tmp_path)], check=True, timeout=time_limit(120))
+    size, growth = map(int, done.stdout.split())
     assert size > 190_000_000
     assert growth < 100_000_000

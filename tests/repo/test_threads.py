@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 from bytecheckpoint.errors import ThreadError
 from bytecheckpoint.runtime.threads import Threads, run_daemon
@@ -69,7 +68,7 @@ assert bcp.open(sys.argv[1]).verify().ok
 
 
 def test_a_save_that_cannot_start_a_thread(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", _SAVE, str(tmp_path / "x")], check=True, timeout=time_limit(120))
+    warm_python().run(["-c", _SAVE, str(tmp_path / "x")], check=True, timeout=time_limit(120))
 
 
 def test_all_executors_are_made_in_one_place() -> None:

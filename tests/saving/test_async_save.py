@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from leak_watch import held_now, left_since
 from small_training import differing, memory, training
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
@@ -569,8 +569,8 @@ if sys.argv[2] == "error":
 
 @pytest.mark.parametrize("how", ["end", "raise", "error"])
 def test_the_interpreter_finishes_a_save_in_flight(tmp_path: Path, how: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", _EXIT_WITH_SAVE, str(tmp_path / "checkpoint"), how]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=time_limit(120))
+    command = ["-W", "ignore", "-c", _EXIT_WITH_SAVE, str(tmp_path / "checkpoint"), how]
+    done = warm_python().run(command, timeout=time_limit(120))
     assert done.stdout == "in flight\n"
     assert done.returncode == {"end": 0, "raise": 3, "error": 1}[how]
     if how != "error":

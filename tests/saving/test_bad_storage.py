@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from damage import MANIFEST, keys_of, with_version
 from small_mounts import read_only, tiny_disk
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import (
@@ -28,6 +27,7 @@ from bytecheckpoint.errors import (
     UnsupportedVersionError,
 )
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.testing import time_limit
 
 
 def _tree(**entries: Any) -> dict[str, Any]:
@@ -145,9 +145,7 @@ def test_a_file_size_limit(tmp_path: Path) -> None:
     """What quotas look like where no file system can be mounted."""
     assert resource.RLIMIT_FSIZE is not None
     path = tmp_path / "checkpoint"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _LIMITED, str(path)], capture_output=True, text=True, check=True
-    )
+    done = warm_python().run(["-W", "ignore", "-c", _LIMITED, str(path)], timeout=time_limit(120), check=True)
     assert "full: writing 'attempt-" in done.stdout
     assert "ulimit -f" in done.stdout
     assert done.stdout.endswith("value: 1\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import uuid
@@ -39,8 +40,7 @@ server.stop()
 def s3() -> Iterator[dict[str, Any]]:
     """Return the options of a running S3 server, which ends with its standard input, even if this process is killed."""
     pytest.importorskip("s3fs")
-    found = subprocess.run([sys.executable, "-c", "import moto.server"], capture_output=True)
-    if found.returncode:
+    if importlib.util.find_spec("moto") is None:
         pytest.skip("needs moto[server]")
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", _SERVER],

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
@@ -87,4 +86,4 @@ leave.set()
 thread.join()
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", job], check=True, timeout=time_limit(60))
+    warm_python().run(["-W", "ignore", "-c", job], check=True, timeout=time_limit(60))

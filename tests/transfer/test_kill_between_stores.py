@@ -28,7 +28,7 @@ from killed_copies import (
     upload_ids,
 )
 from s3_faults import Exchange, FaultProxy, fault_proxy
-from transfer_launcher import Launcher, launcher
+from transfer_launcher import Launcher
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
@@ -40,9 +40,8 @@ pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def bcp_processes() -> Iterator[Launcher]:
-    with launcher() as running:
-        yield running
+def bcp_processes() -> Launcher:
+    return Launcher()
 
 
 def save(url: str, s3: dict[str, Any], seed: int = 0) -> None:

@@ -31,7 +31,7 @@ from killed_copies import (
     upload_ids,
 )
 from s3_faults import FaultProxy, fault_proxy
-from transfer_launcher import Launcher, launcher
+from transfer_launcher import Launcher
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
@@ -44,9 +44,8 @@ pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def bcp_processes() -> Iterator[Launcher]:
-    with launcher() as running:
-        yield running
+def bcp_processes() -> Launcher:
+    return Launcher()
 
 
 @pytest.fixture
