@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ..engine.objects import OBJECTS
 from ..errors import (
     BytecheckpointError,
     CheckpointError,
@@ -22,6 +23,7 @@ from ..errors import (
     UsageError,
 )
 from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, START, Manifest, decode, encode
+from ..storage_backends import folder_name
 from ..storage_backends.base import Conditions, StorageBackend
 from .attempts import ATTEMPT_PREFIX
 
@@ -74,9 +76,10 @@ def decode_manifest(data: bytes, url: str) -> Manifest:
 def check_replaceable(backend: StorageBackend) -> bool:
     """Return whether there is a manifest, which a save would overwrite.
 
-    Raises ``UsageError`` if it is a ``manifest.msgpack`` of another program. A damaged manifest of this library may be
-    overwritten.
+    Raises ``UsageError`` if it is a ``manifest.msgpack`` of another program, or if the folder is not for checkpoints. A
+    damaged manifest of this library may be overwritten.
     """
+    check_name(backend)
     start, begun = bytearray(len(START)), time.monotonic()
     try:
         backend.read_into(MANIFEST_KEY, 0, start)
@@ -92,6 +95,12 @@ def check_replaceable(backend: StorageBackend) -> bool:
             f"it, or save to another path"
         )
     return True
+
+
+def check_name(backend: StorageBackend) -> None:
+    """Raise ``UsageError`` for the objects of a root: no search looks there, and a sweep would remove the files."""
+    if folder_name(backend) == OBJECTS:
+        raise UsageError(f"{backend.url} is where incremental checkpoints keep their files; use another name")
 
 
 @contextmanager
@@ -195,7 +204,9 @@ def commit(
         KeyExistsError: There is a manifest, and ``may_replace`` is false; or it was created after ``unless_after``.
         StorageError: The manifest is certainly not in place, so that the attempt may be removed.
         CommitUnknownError: It is unknown whether the manifest is in place. Nothing may be removed.
+        UsageError: The folder is not for checkpoints.
     """
+    check_name(backend)
     data = manifest if isinstance(manifest, bytes) else encode(manifest)
     conditions = backend.conditions()
     expects_none = (is_new or not may_replace) and conditions.if_absent

@@ -30,7 +30,7 @@ from ..codecs import PlainCodec
 from ..control.base import Operation
 from ..engine.checksums import chunk_bounds
 from ..engine.files import BaseChunks, FileImage, FileLayout, data_key
-from ..engine.objects import OBJECTS, attempts_of, files_of, objects_next_to
+from ..engine.objects import attempts_of, files_of, objects_next_to
 from ..engine.reading.stored_files import damaged_files
 from ..errors import CheckpointError, StorageError, UsageError
 from ..format.checksums import checksum_column, checksum_of
@@ -175,8 +175,6 @@ def find_base(
     """
     if not folder_name(path):
         return Choice(False, remark="the path has no parent folder, whose objects it could share")
-    if folder_name(path) == OBJECTS:
-        raise UsageError(f"{path.display_url} is where incremental checkpoints keep their files; use another name")
     if options.tier is None and not _is_writable(path):
         return Choice(False, remark="the root, or its folder of objects, belongs to somebody else")
     named = None if options.base == AUTO else _named_base(path, str(options.base))

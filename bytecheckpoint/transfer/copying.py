@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from ..checkpoint.attempts import copy_of_attempt, is_copy_of, remove_attempt
-from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest_bytes
+from ..checkpoint.manifest_file import check_name, commit, decode_manifest, read_manifest_bytes
 from ..checkpoint.sweep import missing_files
 from ..engine.objects import data_of
 from ..errors import CheckpointError, CommitUnknownError, KeyExistsError, KeyNotFoundError, StorageError
@@ -42,6 +42,7 @@ def copy_checkpoint(
 
     Raises ``KeyExistsError`` if the target holds another checkpoint; one that holds this checkpoint is left as it is.
     """
+    check_name(target)
     stored = decode_manifest(read_manifest_bytes(source), source.url)
     if source.url == target.url and source.endpoint() == target.endpoint():
         raise KeyExistsError(f"{target.url} is both source and target; give another target")

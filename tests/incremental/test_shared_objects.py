@@ -33,9 +33,9 @@ from bytecheckpoint.checkpoint import sweep
 from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt
 from bytecheckpoint.checkpoint.lease import LEASE_KEY, hold_root
 from bytecheckpoint.checkpointer import session_of
-from bytecheckpoint.convert.copy import remove
+from bytecheckpoint.convert.copy import copy, remove
 from bytecheckpoint.engine.objects import OBJECTS
-from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError, StorageFullError
+from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError, StorageFullError, UsageError
 from bytecheckpoint.format.manifest import MANIFEST_KEY
 from bytecheckpoint.save.engine import SharedSaves
 from bytecheckpoint.storage_backends import open_backend, registry
@@ -227,6 +227,20 @@ def test_a_save_of_unknown_outcome_counts_as_running_for_a_day() -> None:
     for attempt in (before, now):
         saves.begin(attempt)
     assert [*saves.running()] == [now]
+
+
+def test_no_checkpoint_is_made_among_the_objects(tmp_path: Path) -> None:
+    """No search would find it, and a sweep of a later day would remove its files."""
+    save(tmp_path / "step-1", tensor())
+    before = objects(tmp_path)
+    for call in (
+        lambda: save(tmp_path / OBJECTS, tensor()),
+        lambda: save(tmp_path / OBJECTS, tensor(), base=None),
+        lambda: copy(bcp.open(tmp_path / "step-1"), tmp_path / OBJECTS),
+    ):
+        with pytest.raises(UsageError, match="use another name"):
+            call()
+    assert objects(tmp_path) == before
 
 
 # -- the lease -----------------------------------------------------------------------------------------------------
