@@ -147,10 +147,10 @@ class IndexBuilder:
         try:
             manifest = self._manifest(step, created, world_size, dict(metadata or {}))
             validate_foreign(manifest)
+            # Names the contents: a handle that is opened again in another process must find the same ones.
+            manifest.attempt = checksum_of(pack_payload(manifest)).hex()
         except BytecheckpointError as error:
             raise type(error)(f"{self.backend.url} ({self.system}): {error}") from error
-        # Names the contents: a handle that is opened again in another process must find the same ones.
-        manifest.attempt = checksum_of(pack_payload(manifest)).hex()
         crcs = CrcTable.build(self._crcs) if self._crcs else None
         return Index(self.backend, manifest, self.system, name, tuple(self._values), crcs)
 

@@ -97,9 +97,9 @@ def _add(
             raise Unplaced(f"describes one buffer, but {place_text(item.source.place)} stored it twice")
         by_rank[rank] = item
     ranks = prod(mesh[axis] for axis in rule.axis)
-    missing = [rank for rank in range(ranks) if rank not in by_rank]
-    if missing:
-        raise Unplaced(f"needs the buffer of rank {missing[0]} of {' x '.join(rule.axis)}, which no rank stored")
+    if len(by_rank) < ranks:
+        missing = next(rank for rank in range(ranks) if rank not in by_rank)
+        raise Unplaced(f"needs the buffer of rank {missing} of {' x '.join(rule.axis)}, which no rank stored")
     members = _members(rule, list(by_rank.values()), stored)
     cuts, sizes, used = _layout(rule, [prod(shape) for _, shape in members], ranks)
     for rank, item in by_rank.items():

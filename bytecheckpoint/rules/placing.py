@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, product
+from itertools import accumulate, count
 from math import prod
 from typing import NamedTuple
 
@@ -91,13 +91,25 @@ def ranks_of(rule: Compiled, items: Sequence[Matched], mesh: Mesh) -> dict[tuple
         ranks.setdefault(index, []).append(item)
     sizes = [prod(mesh[axis] for axis in split.axis) for split in rule.splits]
     if len(ranks) < prod(sizes):
-        lost = next(index for index in product(*map(range, sizes)) if index not in ranks)
+        lost = next(index for n in count() if (index := unravel(n, sizes)) not in ranks)
         where: dict[str, int] = {}
         for split, position in zip(rule.splits, lost, strict=True):
             for axis in reversed(split.axis):
                 position, where[axis] = divmod(position, mesh[axis])
         raise Unplaced(f"needs the shard of {place_text(where)}, which no rank stored")
     return ranks
+
+
+def unravel(n: int, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return index ``n`` of all indices in row-major order.
+
+    The lengths may be from names, and their product 10**18, so never list all: a missing one is among the first.
+    """
+    index = []
+    for length in reversed(lengths):
+        n, last = divmod(n, length)
+        index.append(last)
+    return tuple(reversed(index))
 
 
 def position_on(axes: Sequence[str], place: Mapping[str, int], mesh: Mesh) -> int:

@@ -297,10 +297,10 @@ def _check_places(sources: Iterable[Source], mesh: Mapping[str, int], faults: Fa
         size = f"{mesh[axis]} ranks" if axis in mesh else "no ranks"
         faults.add("rank", "", f"tensors are stored by {axis}={index}, but the mesh has {size} on this axis")
     for axis, found in seen.items():
-        lost = [index for index in range(mesh[axis]) if index not in found]
-        if found and lost:
+        lost = next((index for index in range(mesh[axis]) if index not in found), None)
+        if found and lost is not None:
             faults.add(
-                "rank", "", f"no tensor is stored by {axis}={lost[0]} of {mesh[axis]} ranks; are its files missing?"
+                "rank", "", f"no tensor is stored by {axis}={lost} of {mesh[axis]} ranks; are its files missing?"
             )
 
 

@@ -15,7 +15,7 @@ from .dims import WHOLE, Atom, Parts, Run, Unexplained, runs
 from .faults import Faults
 from .kinds import Shaped
 from .patterns import PART, Captures, PatternError
-from .placing import Matched, Mesh, Numbering, Unplaced, ranks_of
+from .placing import Matched, Mesh, Numbering, Unplaced, ranks_of, unravel
 from .resolution import Region
 
 _MAX_SPREAD = 1 << 20  # global tensors of one stored tensor
@@ -227,21 +227,12 @@ def _joined_lengths(rule: Compiled, slots: Iterable[_Slot]) -> tuple[int, ...]:
     counts = tuple(max(numbers) + 1 for numbers in zip(*(stacked for stacked, _ in found), strict=True))
     names = rule.parts.names if rule.joins_parts else (WHOLE,)
     if len(found) < prod(counts) * len(names):
-        # The numbers are from names, so there may be 10**18 of them; a missing one is among the first.
-        every = ((_unravel(n, counts), part) for n in count() for part in names)
+        every = ((unravel(n, counts), part) for n in count() for part in names)
         numbers, part = next(one for one in every if one not in found)
         texts = [f"{name} = {number}" for name, number in zip(rule.joined, numbers, strict=True)]
         texts += [f"part = {part}"] if part else []
         raise _Fault("rank", f"joins tensors, but the one of {', '.join(texts)} is missing")
     return counts
-
-
-def _unravel(n: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    index = []
-    for length in reversed(lengths):
-        n, last = divmod(n, length)
-        index.append(last)
-    return tuple(reversed(index))
 
 
 def _spread_lengths(rule: Compiled, items: Sequence[Matched]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import pickle_mutants
 import pytest
 import sampling
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -28,9 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError
+from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError, RuleError
 from bytecheckpoint.foreign.archives import read_archive
 from bytecheckpoint.foreign.pickles import Global, Instance, explain, interpret
+from bytecheckpoint.rules import Flat, Replicated, Rules, Sharded
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import time_limit
 
@@ -322,6 +324,63 @@ def test_objects_of_other_types_are_refused(files: dict[str, bytes], tmp_path: P
     with pytest.raises(FormatError, match=str(path)) as caught:
         bcp.open(path)
     assert len(str(caught.value)) < 1000
+
+
+MANY = 10_000_000
+
+
+def _as_ranks(folder: Path, rule: Sharded | Flat) -> None:
+    """Open files of ranks 0 and ``MANY``."""
+    for rank in (0, MANY):
+        torch.save({"w": torch.ones(4), "b": torch.ones(2)}, folder / f"rank{rank}.pt")
+    bcp.open(folder, options={"rules": Rules([rule, Replicated(match="b")], files="rank{tp}.pt")})
+
+
+def _of_deepspeed(folder: Path) -> None:
+    document = {"module": {}, "dp_world_size": MANY, "param_shapes": [{"w": torch.Size([2])}]}
+    torch.save(document, folder / "mp_rank_00_model_states.pt")
+    torch.save({}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    bcp.open(folder)
+
+
+def _of_dcp(folder: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    for one in found.storage_data.values():
+        one.relative_path = f"__{'9' * 25}_0.distcp"
+        (folder / "__0_0.distcp").rename(folder / one.relative_path)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    bcp.open(folder)
+
+
+COUNTS: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
+    "files of sharded tensors": (
+        lambda folder: _as_ranks(folder, Sharded(match="w", dim=0, axis=("tp",))),
+        RuleError,
+        "needs the shard of tp=1, which no rank stored",
+    ),
+    "files of flat buffers": (
+        lambda folder: _as_ranks(folder, Flat(match="w", rename="{member}", axis=("tp",), order=("b",))),
+        RuleError,
+        "needs the buffer of rank 1 of tp",
+    ),
+    "DeepSpeed's world size": (_of_deepspeed, CorruptionError, "zero_pp_rank_1_.* is missing, although 10000000 ranks"),
+    "a file name of DCP": (_of_dcp, FormatError, "torch.distributed.checkpoint.: .*out of range"),
+}
+
+
+@pytest.mark.parametrize(("attack", "error", "message"), COUNTS.values(), ids=COUNTS)
+def test_numbers_of_ranks_cost_no_memory(
+    attack: Callable[[Path], None], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(error, match=message) as caught:
+            attack(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 16 * MIB
+    finally:
+        tracemalloc.stop()
+    assert str(tmp_path) in str(caught.value)
 
 
 # -- mutants ----------------------------------------------------------------------------------------------------------

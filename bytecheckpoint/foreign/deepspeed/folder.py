@@ -190,12 +190,13 @@ class DeepSpeedFiles:
     def of_all_ranks(self, files: Mapping[int, str]) -> list[str]:
         """The names in the order of the ranks. Raises ``CorruptionError`` and ``FormatError``."""
         like = files[min(files)]
-        missing = [rank for rank in range(self.world_size) if rank not in files]
+        missing = self.world_size - sum(rank < self.world_size for rank in files)
         if missing:
-            name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{missing[0]}", like)
+            first = next(rank for rank in range(self.world_size) if rank not in files)
+            name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{first}", like)
             raise CorruptionError(
                 f"{self.where(name)}: file is missing, although {self.world_size} ranks saved"
-                + (f" ({len(missing)} files are missing)" if len(missing) > 1 else "")
+                + (f" ({missing} files are missing)" if missing > 1 else "")
                 + "; fetch it again"
             )
         extra = next((name for rank, name in files.items() if rank >= self.world_size), None)
