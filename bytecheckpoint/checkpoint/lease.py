@@ -40,7 +40,7 @@ _MAX_INTERVAL_S = 300.0
 _SHORT_INTERVAL_S = 1.0  # of a lease that is held for a few requests only
 _POLL_S = 0.05
 _PATIENCE_S = 60.0  # for leases that are held for a few requests only
-_MAX_TRIES = 16  # to create a lease that cannot be read
+_MAX_TRIES = 16  # to put a lease, which the store refuses: others are faster, or it cannot be read
 
 _open_here: set[bytes] = set()  # the jobs whose leases this process acquires, or holds until they are deleted
 
@@ -149,11 +149,11 @@ class Lease:
         tries = 0
         while tries < _MAX_TRIES:
             found, version = _read(backend)
-            tries = tries + 1 if found is None else 0
             if found is not None and found.job == record.job:  # the reply to the put was lost
                 return cls(backend, record, version, is_unwanted)
             if found is not None and not _has_died(backend, found, record, give_up):
-                continue
+                continue  # released
+            tries += 1
             try:
                 version = _put(backend, record, version)
             except (KeyExistsError, KeyChangedError):

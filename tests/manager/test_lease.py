@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 from bytecheckpoint.checkpoint.attempts import attempt_name, job_mark_of, new_attempt, new_attempt_id
 from bytecheckpoint.checkpoint.lease import LEASE_KEY, Lease, LeaseRecord, hold_root, is_held
 from bytecheckpoint.control.peers import PeerIdentity
-from bytecheckpoint.errors import KeyExistsError, RootInUseError, StateError, StorageError
+from bytecheckpoint.errors import KeyChangedError, KeyExistsError, RootInUseError, StateError, StorageError
 from bytecheckpoint.storage_backends import Conditions
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
@@ -341,6 +341,13 @@ def test_a_store_that_fails_is_not_one_without_conditions(backend: StorageBacken
         Lease.acquire(FaultyBackend(backend, [rule]), HERE, interval_s=INTERVAL_S)
     assert rule.matched == 1
     assert list(backend.list()) == []
+
+
+def test_a_store_that_refuses_every_put_is_given_up(backend: StorageBackend) -> None:
+    _put_foreign_lease(backend, replace(HERE, start_ticks=0))  # of a process that has ended
+    rule = FaultRule("put", LEASE_KEY, times=None, error=KeyChangedError("refused"))
+    with pytest.raises(StorageError, match="can neither be read nor created"):
+        Lease.acquire(FaultyBackend(backend, [rule]), HERE, interval_s=INTERVAL_S)
 
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["taken over", "new"])
