@@ -99,6 +99,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_the_same_as_from_its_own_loader(stored: Stored) -> None:
+    """It starts an engine, which takes long."""
     found = _start(**stored.loader)
     assert found.tokens == stored.expected.tokens
     assert found.digests == stored.expected.digests
@@ -106,6 +107,7 @@ def test_the_same_as_from_its_own_loader(stored: Stored) -> None:
 
 @pytest.mark.sampled(1, of="starts of vLLM")
 def test_each_of_two_ranks_reads_its_half(stored: Stored) -> None:
+    """It starts an engine, which takes long."""
     found = _start(**stored.loader, tensor_parallel_size=2)
     assert found.tokens == stored.expected.tokens
     sizes = {name: tensor.nbytes for name, tensor in stored.model.named_parameters()}
@@ -119,6 +121,7 @@ def test_each_of_two_ranks_reads_its_half(stored: Stored) -> None:
 
 @pytest.mark.sampled(1, of="starts of vLLM")
 def test_from_a_folder_of_another_library(stored: Stored) -> None:
+    """It starts an engine, which takes long."""
     if stored.model.config.model_type != _KINDS[0]:
         pytest.skip("once is enough")
     found = _start(model=str(stored.folder), load_format="bcp")
@@ -127,6 +130,7 @@ def test_from_a_folder_of_another_library(stored: Stored) -> None:
 
 @pytest.mark.sampled(1, of="starts of vLLM")
 def test_a_model_stored_whole_needs_no_other_folder(stored: Stored) -> None:
+    """It starts an engine, which takes long."""
     if stored.model.config.model_type != _KINDS[0]:
         pytest.skip("once is enough")
     directory = bcp.open(stored.checkpoint).model_directory

@@ -28,6 +28,7 @@ GROWTH = 10 << 20
 
 
 def test_fifty_saves_hold_what_two_held(bucket: str, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is of two parts, the smallest that S3 accepts, so that the server receives 250 MB."""
     monkeypatch.setattr(backend, "SINGLE_PUT_BYTES", PART)
     monkeypatch.setattr(parts, "PART_BYTES", PART)
     state = {"model": {"weight": torch.zeros(PART // 4 + 1000)}, "extra_state": {"step": 0}}

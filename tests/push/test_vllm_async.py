@@ -21,6 +21,7 @@ def _serves(seed: int) -> list[Any]:
 
 
 def test_it_generates_meanwhile(tmp_path: Path) -> None:
+    """It starts an engine, which takes long."""
     made("llama", 0).save_pretrained(tmp_path)
     script = Path(vllm_pushes.__file__).with_name("vllm_async.py")
     waited, kept, failed, native, blocked = results_of(str(script), str(tmp_path))

@@ -81,6 +81,7 @@ def _stays(name: str, digest: str) -> bool:
 
 
 def test_pipeline_stages(tmp_path: Path) -> None:
+    """It starts an engine, which takes long."""
     """The embedding, which is the head too, is on both; an adapter may be on one alone."""
     layout = {"pipeline_parallel_size": 2, "enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
     adapters = [store(tmp_path, 1), store(tmp_path, 2, [1])]
@@ -99,6 +100,7 @@ def test_pipeline_stages(tmp_path: Path) -> None:
 
 
 def test_ranks_with_whole_experts(tmp_path: Path) -> None:
+    """It starts an engine, which takes long."""
     layout = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     (own,) = _own(tmp_path, "mixtral", [], **layout)
     expert = "model.layers.1.block_sparse_moe.experts.3"
@@ -107,6 +109,7 @@ def test_ranks_with_whole_experts(tmp_path: Path) -> None:
 
 
 def test_adapters_of_experts(tmp_path: Path) -> None:
+    """It starts an engine, which takes long."""
     """What is in slots is what vLLM puts there from a file. No tokens: vLLM computes with them by Triton alone."""
     layout = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     layout |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}

@@ -31,6 +31,7 @@ def _run(folder: Path, kind: str, steps: list[Any], *, transfer: str = "extensio
 )
 @pytest.mark.sampled(1)
 def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int) -> None:
+    """It starts an engine, which takes long."""
     steps: list[Any] = [["generate"]]
     for seed in range(1, pushes + 1):
         steps += [["push", seed], ["generate"]]
@@ -53,6 +54,7 @@ def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int)
 
 
 def test_failures_leave_the_old_version(tmp_path: Path) -> None:
+    """It starts an engine, which takes long."""
     name = "model.layers.1.self_attn.q_proj.weight"
     steps: list[Any] = [
         ["push without", 1, name], ["generate"],

@@ -173,6 +173,7 @@ def test_scales_of_whole_tensors_are_refused(tmp_path: Path) -> None:
 )
 @pytest.mark.sampled(1, of="engines of vLLM")
 def test_a_push_is_as_loading_a_quantised_checkpoint(tmp_path: Path) -> None:
+    """It starts an engine, which takes long."""
     """Started from one of seed 1: a push of seed 2 changes everything, and one of seed 1 gives what was loaded."""
     _quantized_checkpoint(tmp_path)
     # No tokens: in bfloat16, vLLM's attention on CPUs (0.32) now and then ends its process with an illegal instruction.

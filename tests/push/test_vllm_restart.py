@@ -39,6 +39,7 @@ def _kill(url: str) -> None:
 
 
 def test_from_a_root_and_from_a_peer(tmp_path: Path) -> None:
+    """It starts an engine, which takes long."""
     root = tmp_path / "runs"
     for step in (1, 2):
         bcp.save(root / f"step-{step}", {"model": made("llama", step)}, step=step)
