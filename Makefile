@@ -41,6 +41,9 @@ IS_FULL := $(filter-out 0,$(BCP_TEST_FULL))
 OLDER_VLLM = $(if $(IS_FULL),0.30.0 0.31.0,$(shell echo 0.3$$(($(SAMPLE_SEED) % 2)).0))
 # Trainers' frameworks, each in an environment on top of $(VENV).
 ENGINES := deepspeed megatron huggingface bytecheckpoint
+# As many as there are modules with tests: a worker needs ten seconds of CPU time to start.
+JOBS_bytecheckpoint := 0
+JOBS_huggingface := 2
 # Clients and servers of other stores, which no other target needs.
 STORES_VENV := $(VENV)-stores
 RELEASE_VENV := $(VENV)-release
@@ -187,7 +190,7 @@ test-vllm-older: $(OLDER_VLLM:%=$(VLLM_VENV)-%/.installed)
 	  -n $(if $(IS_FULL),$(JOBS),0) --dist load --durations=25 $(PYTEST_ARGS); done
 
 $(ENGINES:%=test-%): test-%: $(VENV)-%/.installed
-	$(VENV)-$*/bin/python -m pytest tests/engines -m $* -n $(JOBS) --dist loadfile --durations=25 $(PYTEST_ARGS)
+	$(VENV)-$*/bin/python -m pytest tests/engines -m $* -n $(or $(JOBS_$*),$(JOBS)) --dist loadfile --durations=25 $(PYTEST_ARGS)
 
 test-pairs: $(ENGINES:%=$(VENV)-%/.installed)
 	PYTHONPATH="$$($(VENV)-deepspeed/bin/python -c '$(PRINT_SITE)')" $(VENV)-megatron/bin/python -m pytest \
