@@ -97,7 +97,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("model", "at"), _CASES)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 def test_a_layout_does_what_the_loader_does(folders: Path, model: str, at: EngineRank) -> None:
     weights = _weights(_MODELS[model])
     layout = layout_of(folders / model, at)
