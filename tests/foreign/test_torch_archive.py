@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import tracemalloc
 import zlib
 from collections import OrderedDict, deque
 from dataclasses import asdict
@@ -170,6 +171,27 @@ def test_many_archives_in_one_file_equal_single_ones(tmp_path: Path, has_crcs: b
         storages = [asdict(one) for one in archive.storages.values()]
         assert storages == [asdict(one) for one in single.storages.values()]
         assert all((one["crc32"] is not None) == has_crcs for one in storages)
+
+
+def test_archives_of_many_tensors_take_little_memory(tmp_path: Path) -> None:
+    """Such as objects that DCP does not divide: no bytes between their tensors are compared."""
+    values = [{f"{name}{n}": torch.full((1200,), float(n)) for n in range(400)} for name in "ab"]
+    items = []
+    for value in values:
+        item = io.BytesIO()
+        torch.save(value, item)
+        items.append(item.getvalue())
+    length = len(items[0])
+    assert length == len(items[1])
+    (tmp_path / "items").write_bytes(b"".join(items))
+    tracemalloc.start()
+    try:
+        found = read_embedded(open_backend(str(tmp_path)), "items", [0, length], [length] * 2)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    for value, archive in zip(values, found):
+        assert_equal(archive.value, value, tmp_path)
 
 
 def test_damage_in_one_of_many_archives_is_found(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ..pickles import TensorRef
 from .ranges import Positions, Rows, read_rows
 from .torch_archive import ArchiveParts, TorchArchive, interpret_parts, read_parts
 
-_MAX_WIDTH = 1 << 20  # an archive with a longer pickle is parsed separately
+_MAX_ROW = 1 << 20  # an archive of which more bytes matter, such as one of many tensors, is parsed separately
 _BATCH = 32 << 20  # bytes that are compared at once
 _MAX_PATTERNS = 32  # archives of one length are compared with at most so many others
 _GAP = 4096  # bytes between two parts that are read rather than skipped
@@ -29,15 +29,12 @@ _CRC_IN_HEADER, _CRC_SIZE = 14, 4
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A parsed archive, and the bytes that make another one equal to it.
+    """The bytes that make another archive equal to a parsed one.
 
-    ``archive`` has positions relative to the archive. A row has the bytes of all windows, each ``width`` long;
-    ``checked`` lists the positions in a row that must be as in ``expected``, and ``crc_at`` where the CRC-32 of each
-    storage is.
+    A row has the bytes of all windows, each ``width`` long; ``checked`` lists the positions in a row that must be as in
+    ``expected``, and ``crc_at`` where the CRC-32 of each storage is.
     """
 
-    parts: ArchiveParts
-    archive: TorchArchive
     windows: Positions
     width: int
     expected: npt.NDArray[np.uint8]
@@ -88,9 +85,9 @@ class EmbeddedArchives(Sequence[TorchArchive]):
         storage = replace(value.storage, offset=base + value.storage.offset, crc32=crc32)
         return TorchArchive(replace(value, storage=storage), {storage.key: storage})
 
-    def _add(self, pattern: _Pattern) -> int:
-        self.patterns.append(pattern.archive)
-        self._parts.append(pattern.parts)
+    def _add(self, parts: ArchiveParts, archive: TorchArchive) -> int:
+        self.patterns.append(archive)
+        self._parts.append(parts)
         return len(self.patterns) - 1
 
     def _assign(self, indices: Positions, number: int, crcs: list[list[int]]) -> None:
@@ -137,20 +134,25 @@ def _read_group(reader: ObjectReader, found: EmbeddedArchives, members: Position
     tries = 0
     while len(members):
         base = int(found._offsets[members[0]])
-        pattern = _parse(reader, base, length, f"{found._where} at byte {base}", found._file)
-        number = found._add(pattern)
+        where = f"{found._where} at byte {base}"
+        parts = read_parts(reader, base, length, where)
+        archive = interpret_parts(parts, found._file, 0, where)
+        number = found._add(parts, archive)
+        found._assign(members[:1], number, [[parts.entries[f"data/{key}"].crc32 for key in archive.storages]])
+        members = members[1:]
+        tries += 1
+        pattern = _pattern(reader, base, length, parts, archive) if len(members) and tries <= _MAX_PATTERNS else None
+        if pattern is None:
+            continue
         is_left = np.ones(len(members), bool)
-        is_comparable = pattern.width <= _MAX_WIDTH and tries < _MAX_PATTERNS
-        step = max(1, _BATCH // max(1, len(pattern.expected))) if is_comparable else 1
-        for first in range(0, len(members) if is_comparable else 1, step):
+        step = max(1, _BATCH // len(pattern.expected))
+        for first in range(0, len(members), step):
             batch = members[first : first + step]
             rows = _read(reader, found._offsets[batch], pattern.windows, pattern.width)
             is_equal = pattern.match(rows)
             found._assign(batch[is_equal], number, pattern.crcs(rows[is_equal]))
             is_left[first : first + step] = ~is_equal
-        is_left[0] = False
         members = members[is_left]
-        tries += 1
 
 
 def _read(reader: ObjectReader, offsets: Positions, windows: Positions, width: int) -> Rows:
@@ -159,10 +161,10 @@ def _read(reader: ObjectReader, offsets: Positions, windows: Positions, width: i
     return read_rows(reader, starts, width).reshape(len(offsets), len(windows) * width)
 
 
-def _parse(reader: ObjectReader, base: int, length: int, where: str, file: str) -> _Pattern:
-    """Parse one archive, and find the bytes on which the result depends."""
-    parts = read_parts(reader, base, length, where)
-    archive = interpret_parts(parts, file, 0, where)
+def _pattern(
+    reader: ObjectReader, base: int, length: int, parts: ArchiveParts, archive: TorchArchive
+) -> _Pattern | None:
+    """Find the bytes on which the result depends; None if there are too many. Positions are relative to the archive."""
     needed, free = [(parts.directory, length)], []
     for name, entry in parts.entries.items():
         needed.append((entry.header, entry.header + entry.header_length))
@@ -171,6 +173,8 @@ def _parse(reader: ObjectReader, base: int, length: int, where: str, file: str) 
         elif parts.has_crcs:
             free += [entry.crc_field, entry.header + _CRC_IN_HEADER]
     windows, width = _cut(sorted(needed), length)
+    if len(windows) * width > _MAX_ROW:
+        return None
     checked = np.zeros((len(windows), width), bool)
     for values, begin in zip(checked, windows.tolist(), strict=True):
         for first, last in needed:
@@ -180,7 +184,7 @@ def _parse(reader: ObjectReader, base: int, length: int, where: str, file: str) 
     expected = _read(reader, np.array([base], np.int64), windows, width)[0]
     tail = (len(windows) - 1) * width - int(windows[-1])  # where byte 0 of the archive would be in the last window
     crc_at = [tail + parts.entries[f"data/{key}"].crc_field for key in archive.storages]
-    return _Pattern(parts, archive, windows, width, expected, checked.ravel(), crc_at)
+    return _Pattern(windows, width, expected, checked.ravel(), crc_at)
 
 
 def _cut(needed: list[tuple[int, int]], length: int) -> tuple[Positions, int]:
