@@ -148,11 +148,11 @@ def find_best(
     Of equal ones, that of the latest step. None if no checkpoint has the metric. Reads the manifests of all.
     """
     sign = 1.0 if mode == "min" else -1.0
-    found = [
+    found = (
         (value, one)
         for one in _all_complete(root, deadline_s)
         if (value := metric_of(one.manifest, metric)) is not None
-    ]
+    )
     return min(found, key=lambda pair: (sign * pair[0], -pair[1].step), default=(0.0, None))[1]
 
 
@@ -163,7 +163,7 @@ def find_milestone(
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> CompleteCheckpoint | None:
     """Return the complete checkpoint that was saved as this milestone; of several, that of the latest step."""
-    found = [one for one in _all_complete(root, deadline_s) if one.milestone == name]
+    found = (one for one in _all_complete(root, deadline_s) if one.milestone == name)
     return max(found, key=lambda one: one.step, default=None)
 
 

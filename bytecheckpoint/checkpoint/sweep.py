@@ -144,12 +144,14 @@ def sweep(
         stored = {stat.key.removeprefix(f"{OBJECTS}/"): stat.size for stat in root.list(f"{OBJECTS}/")}
         if not stored:
             return Swept()
-        manifests = _manifests(root)
+        named, over = {*needed}, {*ended}
+        with Threads(_READERS, thread_name_prefix="bcp-sweep") as threads:
+            for files, writers in threads.map(partial(_needed_by, root), _folders(root)):
+                named.update(files)
+                over.update(writers)
     except (CheckpointError, StorageError, OSError) as error:
         _log.warning("%s: nothing is removed, because it is unknown what is needed: %s", root.display_url, error)
         return Swept(problem=str(error))
-    named = {*needed}.union(*map(files_of, manifests))
-    over = {*ended}.union(*map(attempts_of, manifests))
 
     def is_over(attempt: str) -> bool:
         return attempt in over or has_ended(attempt) or has_expired(attempt)
@@ -162,16 +164,6 @@ def sweep(
     return Swept(len(unneeded), sum(stored[key] for key in unneeded))
 
 
-def _manifests(root: StorageBackend) -> list[Manifest]:
-    """Return the manifests in the folders of a root whose files are its objects.
-
-    Raises ``CheckpointError`` if one cannot be read.
-    """
-    with Threads(_READERS, thread_name_prefix="bcp-sweep") as threads:
-        found = [*threads.map(partial(_manifest_in, root), _folders(root))]
-    return [manifest for manifest in found if manifest is not None and manifest.is_shared]
-
-
 def _folders(root: StorageBackend) -> list[str]:
     """Return the folders of a root. Links count as well: the folder of a checkpoint may have been moved away."""
     if isinstance(root, LocalBackend):
@@ -180,12 +172,17 @@ def _folders(root: StorageBackend) -> list[str]:
     return [child[:-1] for child in root.list_children("") if child.endswith("/") and child != f"{OBJECTS}/"]
 
 
-def _manifest_in(root: StorageBackend, name: str) -> Manifest | None:
+def _needed_by(root: StorageBackend, name: str) -> tuple[Collection[str], Collection[str]]:
+    """Return the objects that the checkpoint in a folder of the root needs, and the attempts that wrote them.
+
+    Raises ``CheckpointError`` if its manifest cannot be read. Those of all checkpoints need not fit in memory.
+    """
     folder = open_like(root, join(root.url, name))
     try:
-        return decode_manifest(folder.get(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES), folder.url)
+        manifest = decode_manifest(folder.get(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES), folder.url)
     except KeyNotFoundError:
-        return None
+        return (), ()
+    return (files_of(manifest), attempts_of(manifest)) if manifest.is_shared else ((), ())
 
 
 def _delete(folder: StorageBackend, keys: Sequence[str]) -> None:

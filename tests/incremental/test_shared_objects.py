@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,14 +30,15 @@ from sorted_arguments import saving
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
-from bytecheckpoint.checkpoint import sweep
+from bytecheckpoint.checkpoint import manifest_file, sweep
 from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt
 from bytecheckpoint.checkpoint.lease import LEASE_KEY, hold_root
+from bytecheckpoint.checkpoint.manifest_file import decode_manifest
 from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.convert.copy import copy, remove
 from bytecheckpoint.engine.objects import OBJECTS
 from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError, StorageFullError, UsageError
-from bytecheckpoint.format.manifest import MANIFEST_KEY
+from bytecheckpoint.format.manifest import MANIFEST_KEY, Manifest
 from bytecheckpoint.save.engine import SharedSaves
 from bytecheckpoint.storage_backends import open_backend, registry
 from bytecheckpoint.storage_backends.base import StorageBackend
@@ -385,6 +387,35 @@ def test_removal_is_linear(calls: list[Call]) -> None:
             manager.save(1000, {"tree": {"t": tensor()}}, force=True)
         assert len(calls) < 12 * count + 60, Counter(call.operation for call in calls)
     assert requests[1] - requests[0] <= 2 * 30
+
+
+@pytest.mark.parametrize("what", ["sweep", "best", "milestone"])
+def test_the_manifests_of_a_root_need_not_fit_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    read: list[weakref.ref[Manifest]] = []
+    most = 0
+
+    def decode(data: bytes, url: str) -> Manifest:
+        nonlocal most
+        manifest = decode_manifest(data, url)
+        read.append(weakref.ref(manifest))
+        most = max(most, sum(one() is not None for one in read))
+        return manifest
+
+    with bcp.CheckpointManager(tmp_path, save={"base": "auto"}, preemption=None) as manager:
+        for step in range(30):
+            manager.save(step, {"tree": {"t": tensor()}}, metrics={"loss": 1.0 + step}, milestone="same")
+        manager.wait()
+        monkeypatch.setattr(sweep if what == "sweep" else manifest_file, "decode_manifest", decode)
+        if what == "best":
+            assert manager.best("loss", "min").step == 0  # type: ignore[union-attr]
+        elif what == "milestone":
+            assert manager.milestone("same").step == 29  # type: ignore[union-attr]
+    if what == "sweep":
+        remove(str(tmp_path / "step-0"))
+    assert len(read) >= 29
+    assert most <= 2 * sweep._READERS
 
 
 def test_a_save_puts_nothing_into_the_store_but_its_files_and_its_manifest(calls: list[Call]) -> None:
