@@ -176,7 +176,7 @@ class ElasticSampler(Sampler[int]):
             self._check_order(state)
         first = states[0]
         world_size = first["world_size"]
-        if sorted(state["rank"] for state in states) != list(range(world_size)):
+        if len(states) != world_size or sorted(state["rank"] for state in states) != list(range(world_size)):
             ranks = [state["rank"] for state in states]
             raise StateError(f"the states of ranks {ranks} of an ElasticSampler are not those of {world_size} ranks")
         for key in ("world_size", "epoch", "position", "behind"):

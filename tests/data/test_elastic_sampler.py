@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 import torch
 from hypothesis import given
@@ -136,6 +138,13 @@ def test_states_of_different_times_are_refused() -> None:
         first.merge([first.state_dict()] * 2)
     with pytest.raises(StateError, match="not those of 2 ranks"):
         first.merge([first.state_dict()])
+    tracemalloc.start()
+    try:
+        with pytest.raises(StateError, match="not those of 10000000 ranks"):
+            first.merge([{**first.state_dict(), "world_size": 10_000_000}])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
     second.set_epoch(3)
     with pytest.raises(StateError, match=r"differ in epoch \(\[2, 3\]\)"):
         first.merge([first.state_dict(), second.state_dict()])
