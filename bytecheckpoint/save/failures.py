@@ -20,26 +20,35 @@ class FailedSaves:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._running: dict[str, list[SaveHandle]] = {}  # by root, in the order of their calls
         self._failed: dict[str, SaveHandle] = {}
         self._warned: set[str] = set()  # the roots of those of which ``warn`` has warned
 
     def follow(self, location: Location, save: SaveHandle) -> None:
         """Remember this save if it fails; once it is committed, forget those before it."""
         root = _root_of(location)
+        with self._lock:
+            self._running.setdefault(root, []).append(save)
+        save.add_done_callback(lambda _: self._collect(root))
 
-        def ended(save: SaveHandle) -> None:
-            with self._lock:
+    def _collect(self, root: str) -> None:
+        """Note how saves have ended. Who has waited for one may be here before its callback."""
+        with self._lock:
+            running = self._running.pop(root, [])
+            for save in running:
+                if not save.done():
+                    self._running.setdefault(root, []).append(save)
+                    continue
                 self._warned.discard(root)
                 if failure_of(save) is None:
                     self._failed.pop(root, None)
                 else:
                     self._failed[root] = save
 
-        save.add_done_callback(ended)
-
     def warn(self, location: Location) -> None:
         """Before a save to this location, warn of the one before it, once."""
         root = _root_of(location)
+        self._collect(root)
         failed = self._failed.get(root)
         if failed is None or failed.is_asked or root in self._warned:
             return
@@ -57,10 +66,11 @@ class FailedSaves:
             BytecheckpointError: What ``SaveHandle.result`` raises.
         """
         with self._lock:
-            if location is None:
-                saves, self._failed = list(self._failed.values()), {}
-            else:
-                saves = [save for save in [self._failed.pop(_root_of(location), None)] if save is not None]
+            roots = {*self._running, *self._failed} if location is None else {_root_of(location)}
+        for root in roots:
+            self._collect(root)
+        with self._lock:
+            saves = [self._failed.pop(root) for root in roots if root in self._failed]
         for save in saves:
             if not save.is_asked:
                 save.result()

@@ -7,7 +7,7 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import SaveFailedWarning
+from bytecheckpoint.save import lifecycle
 from bytecheckpoint.testing import RankPool, time_limit
 
 STATE: dict[str, Any] = {"extra_state": {"value": 1}}
@@ -48,6 +49,36 @@ def fail(saver: bcp.Checkpointer, path: Path | str) -> bcp.SaveHandle:
 def test_close_raises_it(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="a broken disk"), bcp.Checkpointer() as saver:
         fail(saver, tmp_path / "1")
+
+
+def test_it_is_raised_before_the_callbacks_of_the_save_have_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A regression: a manager that had waited for the save raised nothing if it was faster than a callback."""
+    has_begun, go_on, call = threading.Event(), threading.Event(), lifecycle._call
+
+    def fail_later(name: str, event: str) -> None:
+        if (name, event) == ("save.write", "enter"):
+            assert has_begun.wait(time_limit(60))
+            raise OSError("a broken disk")
+
+    def call_late(callback: Callable[[], None]) -> None:
+        assert go_on.wait(time_limit(60))
+        call(callback)
+
+    monkeypatch.setattr(lifecycle, "_call", call_late)
+    stop = telemetry.observe(fail_later)
+    try:
+        with bcp.CheckpointManager(tmp_path, cadence=1) as manager:
+            manager.save(1, STATE)
+            has_begun.set()
+            try:
+                with pytest.raises(OSError, match="a broken disk"):
+                    manager.wait()
+            finally:
+                go_on.set()
+    finally:
+        stop()
 
 
 def test_it_does_not_replace_another_error(tmp_path: Path) -> None:
