@@ -308,24 +308,21 @@ class SaveRun:
 
     def _end_failed(self, error: BaseException) -> None:
         """Clean up, and end the save whatever happens: a handle that never ends would block its waiters for ever."""
+        may_exist = self._commit is not None and self._commit.may_exist(error)
         try:
-            self._clean_up(error)
+            if self._copy is not None:
+                self._copy.staging.discard(error)
+            if self._commit is not None:
+                self._commit.remove_files(self._keys, error)
         except Exception:  # noqa: BLE001 - the save's own error is the one to raise
             _log.warning("%s: cleaning up after a failed save failed", self.backend.display_url, exc_info=True)
         finally:
+            if self._commit is not None and not may_exist:
+                self.engine.shared.end(self._commit.attempt)
+            self.op.close()
             self.lifecycle.end_failed()
             if self.upload is not None:  # whose callbacks may ask for the result of the save
-                self.upload.cancel(error, may_exist=self._commit is not None and self._commit.may_exist(error))
-
-    def _clean_up(self, error: BaseException) -> None:
-        """Release staging memory and remove the files that no manifest will ever refer to."""
-        if self._copy is not None:
-            self._copy.staging.discard(error)
-        if self._commit is not None:
-            self._commit.remove_files(self._keys, error)
-            if not self._commit.may_exist(error):
-                self.engine.shared.end(self._commit.attempt)
-        self.op.close()
+                self.upload.cancel(error, may_exist=may_exist)
 
     def _stop_copying(self, error: Exception) -> None:
         if self._copy is not None:

@@ -35,10 +35,13 @@ from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt
 from bytecheckpoint.checkpoint.lease import LEASE_KEY, hold_root
 from bytecheckpoint.checkpoint.manifest_file import decode_manifest
 from bytecheckpoint.checkpointer import session_of
+from bytecheckpoint.control.base import Operation
+from bytecheckpoint.control.single import SingleOperation
 from bytecheckpoint.convert.copy import copy, remove
 from bytecheckpoint.engine.objects import OBJECTS
 from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError, StorageFullError, UsageError
 from bytecheckpoint.format.manifest import MANIFEST_KEY, Manifest
+from bytecheckpoint.save.commit import SaveCommit
 from bytecheckpoint.save.engine import SharedSaves
 from bytecheckpoint.storage_backends import open_backend, registry
 from bytecheckpoint.storage_backends.base import StorageBackend
@@ -229,6 +232,24 @@ def test_a_save_of_unknown_outcome_counts_as_running_for_a_day() -> None:
     for attempt in (before, now):
         saves.begin(attempt)
     assert [*saves.running()] == [now]
+
+
+def test_a_save_that_is_interrupted_while_it_cleans_up_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def refuse() -> None:
+        raise StorageFullError("the disk is full")
+
+    closed: list[Operation] = []
+    monkeypatch.setattr(SingleOperation, "close", lambda op: closed.append(op))
+    monkeypatch.setattr(SaveCommit, "remove_files", interrupt)
+    with during("save.stage", refuse), pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "step-1", tensor())
+    assert len(closed) == 1
+    assert session_of().engine.shared.running() == {}
 
 
 def test_no_checkpoint_is_made_among_the_objects(tmp_path: Path) -> None:
