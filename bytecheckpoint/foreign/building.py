@@ -29,6 +29,7 @@ from ..tensors.shards import Path, torch_dtype
 from ..tensors.tables import BoxTable, TensorTable
 
 _MAX_RUNS = 1 << 20  # of one tensor that is not contiguous in its file
+_FREE_RUNS = 1 << 16  # of all such tensors, besides one for each byte of the files: expanded tensors have no bytes
 
 
 class StoredBox(NamedTuple):
@@ -75,6 +76,7 @@ class IndexBuilder:
     _aliases: list[tuple[str, str]] = field(default_factory=list)
     _crcs: list[tuple[int, int, int, int]] = field(default_factory=list)
     _kinds: dict[str, str] = field(default_factory=dict)
+    _runs_left: int = 0
 
     def add_file(self, key: str, size: int) -> int:
         """Return the number of a file of ``size`` bytes."""
@@ -156,6 +158,7 @@ class IndexBuilder:
 
     def _manifest(self, step: int | None, created: str, world_size: int, metadata: dict[str, Any]) -> Manifest:
         names = list(self._tensors)
+        self._runs_left = _FREE_RUNS + sum(size for _, size in self._files.values())
         runs = [(row, run) for row, name in enumerate(names) for run in self._runs(name)]
         sizes = np.array([size for _, size in self._files.values()], np.int64)
         zeros = np.zeros(len(sizes), np.int64)
@@ -198,7 +201,9 @@ class IndexBuilder:
                 yield stored_box
                 continue
             try:
-                for box, start in contiguous_boxes(stored_box.box.lengths, stored_box.strides):
+                limit = min(_MAX_RUNS, self._runs_left)
+                for box, start in contiguous_boxes(stored_box.box.lengths, stored_box.strides, limit):
+                    self._runs_left -= 1
                     moved = Box(
                         tuple(a + b for a, b in zip(stored_box.box.offsets, box.offsets, strict=True)), box.lengths
                     )
@@ -245,10 +250,12 @@ class _TreeCapture(Capture):
             self._builder.add_alias(self._section, fqn, first)
 
 
-def contiguous_boxes(lengths: Sequence[int], strides: Sequence[int]) -> Iterator[tuple[Box, int]]:
+def contiguous_boxes(
+    lengths: Sequence[int], strides: Sequence[int], limit: int = _MAX_RUNS
+) -> Iterator[tuple[Box, int]]:
     """Yield boxes that tile a strided box and are contiguous in row-major order, with their first element's position.
 
-    Lengths and strides count elements. Raises ``UnsupportedTensorError`` if there would be too many boxes.
+    Lengths and strides count elements. Raises ``UnsupportedTensorError`` if there would be more than ``limit`` boxes.
     """
     if 0 in lengths:
         yield Box.whole(tuple(lengths)), 0
@@ -263,7 +270,7 @@ def contiguous_boxes(lengths: Sequence[int], strides: Sequence[int]) -> Iterator
         if strides[d] == 1 and lengths[d] > run:
             inner, run = {d}, lengths[d]
     outer = [range(1) if d in inner else range(length) for d, length in enumerate(lengths)]
-    if math.prod(map(len, outer)) > _MAX_RUNS:
+    if math.prod(map(len, outer)) > limit:
         raise UnsupportedTensorError(
             f"its elements are scattered in the file (shape {list(lengths)}, strides {list(strides)}); "
             f"call .contiguous() before saving"

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError, RuleError
+from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError, RuleError, UnsupportedTensorError
 from bytecheckpoint.foreign.archives import read_archive
 from bytecheckpoint.foreign.pickles import Global, Instance, explain, interpret
 from bytecheckpoint.rules import Flat, Replicated, Rules, Sharded
@@ -353,6 +353,11 @@ def _of_dcp(folder: Path) -> None:
     bcp.open(folder)
 
 
+def _of_torch_save(folder: Path) -> None:
+    torch.save({"model": {f"w{n}": torch.ones(1).expand(1 << 20) for n in range(3)}}, folder / "c.pt")
+    bcp.open(folder / "c.pt")
+
+
 COUNTS: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "files of sharded tensors": (
         lambda folder: _as_ranks(folder, Sharded(match="w", dim=0, axis=("tp",))),
@@ -365,12 +370,13 @@ COUNTS: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
         "needs the buffer of rank 1 of tp",
     ),
     "DeepSpeed's world size": (_of_deepspeed, CorruptionError, "zero_pp_rank_1_.* is missing, although 10000000 ranks"),
+    "expanded tensors": (_of_torch_save, UnsupportedTensorError, r"model\.w0: its elements are scattered in the file"),
     "a file name of DCP": (_of_dcp, FormatError, "torch.distributed.checkpoint.: .*out of range"),
 }
 
 
 @pytest.mark.parametrize(("attack", "error", "message"), COUNTS.values(), ids=COUNTS)
-def test_numbers_of_ranks_cost_no_memory(
+def test_numbers_cost_no_memory(
     attack: Callable[[Path], None], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     tracemalloc.start()
