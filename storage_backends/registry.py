@@ -203,6 +203,27 @@ def url_text(url: object) -> str:
     return text
 
 
+def absolute_url(url: object) -> str:
+    """Return a URL or path that means the same in every working directory and for every user.
+
+    Args:
+        url: A path or a URL.
+
+    Returns:
+        The URL; of a path, the absolute path.
+
+    Raises:
+        StorageError: The path is relative, and the working directory was removed.
+        UnsupportedURLError: As ``url_text``.
+    """
+    text = url_text(url)
+    if _CHAIN.match(text) or _scheme_of(text):
+        return text
+    from .local.backend import absolute_path
+
+    return absolute_path(os.path.expanduser(text))
+
+
 @cache
 def plugin_schemes() -> dict[str, list[EntryPoint]]:
     """Return the entry points of installed packages by scheme. They are looked up once and not imported."""

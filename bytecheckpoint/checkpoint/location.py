@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from ..errors import UsageError, without_userinfo
 from ..runtime.arguments import ARGUMENTS, positive_number, whole_number
-from ..storage_backends import StorageBackend, join, open_backend, url_text
+from ..storage_backends import StorageBackend, absolute_url, join, open_backend
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Tier:
     upload_rate: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", ARGUMENTS["path"]("Tier.path", self.path))
+        object.__setattr__(self, "path", absolute_url(ARGUMENTS["path"]("Tier.path", self.path)))
         object.__setattr__(self, "keep", whole_number(1)("Tier.keep", self.keep))
         if self.upload_rate is not None:
             object.__setattr__(self, "upload_rate", positive_number("Tier.upload_rate", self.upload_rate))
@@ -59,13 +59,15 @@ class Location:
     Its text and its ``repr`` contain no secrets; a pickle contains all of it.
 
     Args:
-        url: Local path, or URL of any fsspec filesystem: of a checkpoint, or of the folder above some.
+        url: Local path, or URL of any fsspec filesystem: of a checkpoint, or of the folder above some. A relative path
+            becomes absolute here, so later changes of the working directory have no effect.
         tier: A faster place before the store.
         storage_options: Options for the storage backend, such as credentials or ``endpoint_url``.
 
     Raises:
         UsageError: A value has the wrong type.
         UnsupportedURLError: ``url`` is not a path or URL.
+        StorageError: The path is relative, and the working directory was removed.
 
     Example:
         >>> root = bcp.Location("s3://runs/7b", tier=bcp.Tier("/local/nvme", keep=2))
@@ -87,7 +89,7 @@ class Location:
         if not isinstance(tier, (Tier, type(None))):
             raise UsageError(f"Location.tier must be a bytecheckpoint.Tier or None, not {tier!r}")
         values = {
-            "url": url_text(url),
+            "url": absolute_url(url),
             "tier": tier,
             "storage_options": ARGUMENTS["storage_options"]("storage_options", storage_options),
             "_silence": Silence(),

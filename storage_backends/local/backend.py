@@ -74,10 +74,7 @@ class LocalBackend(StorageBackend):
             StorageError: The path is relative, and the working directory was removed.
             UnsupportedURLError: The encoding of file names lacks a character of the path.
         """
-        try:
-            path = os.path.abspath(os.fspath(root))
-        except FileNotFoundError as error:
-            raise StorageError(f"{root}: the working directory was removed; pass an absolute path") from error
+        path = absolute_path(root)
         _check_encodable(path)
         self._root = LocalRoot(path, direct_io=direct_io)
 
@@ -322,6 +319,14 @@ class LocalBackend(StorageBackend):
         if not is_within(directory, top):
             raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {directory}")
         return directory, top
+
+
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """Return a path that does not depend on the working directory any more. Raises ``StorageError``."""
+    try:
+        return os.path.abspath(os.fspath(path))
+    except FileNotFoundError as error:
+        raise StorageError(f"{path}: the working directory was removed; pass an absolute path") from error
 
 
 def _check_encodable(path: str) -> None:

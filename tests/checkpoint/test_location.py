@@ -68,3 +68,34 @@ def test_it_stands_for_a_path_everywhere(tmp_path: Path) -> None:
     assert found["m"]["w"].tolist() == [1.0, 1.0]
     with pytest.raises(UsageError, match="without a tier"):
         bcp.dcp.Writer(root)
+
+
+def test_the_working_directory_counts_only_when_a_path_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra changes it as a habit. A manager kept its lease in one folder and its checkpoints in another."""
+    state = {"extra_state": {"value": torch.ones(3)}}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    with bcp.CheckpointManager(bcp.Location("runs", tier=bcp.Tier("nvme")), cadence=1) as manager:
+        monkeypatch.chdir(elsewhere)
+        manager.save(1, state)
+    monkeypatch.chdir(tmp_path)
+    relative = bcp.open("runs/step-1")
+    opened, handle = pickle.dumps(relative), bcp.save("late", state, async_save=True)
+    monkeypatch.chdir(elsewhere)
+    handle.result()
+    assert pickle.loads(opened).step == 1
+    assert relative["extra_state.value"].load().eq(1).all()
+    assert bcp.open(tmp_path / "late").verify().ok
+    assert list(elsewhere.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "late", "nvme", "runs"]
+
+
+def test_a_path_is_absolute_and_a_url_stays() -> None:
+    home = Path("~/runs").expanduser()
+    assert bcp.Location("~/runs").url == str(home)
+    assert bcp.Location("runs/../a").url == str(Path.cwd() / "a")
+    for url in ("memory://a/b", "file:///a/./b", "zip://x::file://a.zip"):
+        assert bcp.Location(url).url == url
