@@ -9,6 +9,7 @@ import atexit
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from ..errors import ThreadError
@@ -19,10 +20,15 @@ P = ParamSpec("P")
 # The interpreter joins its executors before it runs atexit functions, and they accept no work from then on. Executors
 # register with threading._register_atexit; functions registered there later run earlier.
 _register: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
+_START_S = 1.0  # a busy executor has started its threads already
 
 
 class Threads(ThreadPoolExecutor):
-    """An executor whose ``submit`` raises ``ThreadError`` if the process cannot start another thread."""
+    """An executor whose ``submit`` raises ``ThreadError`` if the process cannot start another thread.
+
+    From Python 3.12 on, no thread can start once the main thread has ended, although saves in flight are still being
+    finished. Then a task waits for a thread of the executor, or runs in the thread that submits it if there is none.
+    """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         is_refused = False
@@ -35,34 +41,60 @@ class Threads(ThreadPoolExecutor):
         try:
             return super().submit(call)
         except RuntimeError as error:
-            if _is_ended(error):
+            if _is_closed(error):
                 raise
-            is_refused = True  # it is in the queue of the threads that there are
-            raise _thread_error(error) from error
+            if not _is_exiting(error):
+                is_refused = True  # it is in the queue of the threads that there are
+                raise _thread_error(error) from error
+        done: Future[T] = Future()
+        _finish(done, call)
+        is_refused = True
+        return done
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError as error:
+            if not (self._threads and _is_exiting(error)):
+                raise
+
+    def start(self) -> None:
+        """Start all threads, except where some are busy, so that none is missing when no thread can start any more."""
+        everyone = threading.Barrier(self._max_workers)
+
+        def wait_for_others(_: int) -> None:
+            with suppress(threading.BrokenBarrierError):
+                everyone.wait(_START_S)
+
+        list(self.map(wait_for_others, range(self._max_workers)))
 
 
 def run_daemon(function: Callable[[], T], name: str) -> Future[T]:
     """Call a function, which may never return, in a daemon thread of this name.
 
-    The interpreter can end while a worker of an engine, or a store, is stopped.
+    The interpreter can end while a worker of an engine, or a store, is stopped. Where it is ending and no thread can
+    start any more, the function runs in this one.
 
     Raises:
         ThreadError: The process cannot start another thread.
     """
     called: Future[T] = Future()
-
-    def run(called: Future[T]) -> None:
-        try:
-            called.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - the thread that waits for the result raises it
-            called.set_exception(error)
-            del called  # breaks the reference cycle with this frame
-
     try:
-        threading.Thread(target=run, args=(called,), name=name, daemon=True).start()
+        threading.Thread(target=_finish, args=(called, function), name=name, daemon=True).start()
     except RuntimeError as error:
-        raise _thread_error(error) from error
+        if not _is_exiting(error):
+            raise _thread_error(error) from error
+        _finish(called, function)
     return called
+
+
+def _finish(called: Future[T], function: Callable[[], T]) -> None:
+    """Set what the function returns or raises."""
+    try:
+        called.set_result(function())
+    except BaseException as error:  # noqa: BLE001 - the thread that waits for the result raises it
+        called.set_exception(error)
+        del called  # breaks the reference cycle with this frame
 
 
 def before_exit(function: Callable[[], None]) -> None:
@@ -73,9 +105,14 @@ def before_exit(function: Callable[[], None]) -> None:
     _register(function)
 
 
-def _is_ended(error: RuntimeError) -> bool:
-    """Whether the executor, or the interpreter, has ended."""
-    return "shutdown" in str(error)
+def _is_closed(error: RuntimeError) -> bool:
+    """Whether the executor accepts no tasks any more."""
+    return "cannot schedule new futures" in str(error)
+
+
+def _is_exiting(error: RuntimeError) -> bool:
+    """Whether the interpreter starts no threads any more."""
+    return "at interpreter shutdown" in str(error)
 
 
 def _thread_error(error: RuntimeError) -> ThreadError:

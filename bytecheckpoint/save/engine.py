@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -27,7 +27,6 @@ DEFAULT_MERGE_MEMORY_BYTES = 64 << 20
 
 _MAX_COPY_THREADS = 4  # saturate the memory bandwidth of one processor
 _HELPERS = 3  # at most one gated save is being copied, and one save merged, with two threads
-_START_THREADS_S = 1.0  # limit for starting threads early; a busy pool has started its threads already
 
 _log = logging.getLogger(__name__)
 
@@ -124,6 +123,7 @@ class SaveEngine(IOEngine):
         self.shared = SharedSaves()
         self.store_rates: dict[str, float] = {}
         self._own = threading.local()
+        self._has_started = False
         super().__init__()
 
     def check_can_wait(self) -> None:
@@ -145,16 +145,11 @@ class SaveEngine(IOEngine):
         return max(0, min(self.cores, _MAX_COPY_THREADS) - 1)
 
     def start_threads(self) -> None:
-        """Start all threads that saves use."""
-        barrier = threading.Barrier(self.io_threads)
-
-        def wait_for_others(_: int) -> None:
-            with suppress(threading.BrokenBarrierError):  # some threads are busy
-                barrier.wait(_START_THREADS_S)
-
-        single = [pool.submit(int) for pool in (self.background, self.helpers)]
-        list(self.io.map(wait_for_others, range(self.io_threads)))
-        wait(single, _START_THREADS_S)
+        """Start all threads that saves use, once. Raises ``ThreadError``."""
+        if not self._has_started:
+            for pool in (self.io, self.background, self.helpers, self.uploads):
+                pool.start()
+            self._has_started = True
 
     def grow_arena(self, goal: int, prepare: Callable[[Block], None] | None = None) -> None:
         """Fault in staging memory in the background until the arena has ``goal`` blocks; pass each to ``prepare``."""

@@ -83,6 +83,7 @@ class SaveRun:
         refuse_adapters(state, self.options)
         if self.options.gate and (not self.is_async or self.engine.is_background_thread):
             raise UsageError("gate=True needs async_save=True and must be called from the training thread")
+        self.engine.start_threads()
         if self.options.tier is not None:
             self._save_in(self.options.tier)
         if self.op.rank == 0:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from warm_python import warm_python
 
+import bytecheckpoint as bcp
 from bytecheckpoint.errors import ThreadError
 from bytecheckpoint.runtime.threads import Threads, run_daemon
 from bytecheckpoint.testing import time_limit
@@ -43,6 +44,60 @@ def test_an_executor_that_cannot_start_a_thread(monkeypatch: pytest.MonkeyPatch)
     assert called == [2]
     with pytest.raises(RuntimeError, match="shutdown"):
         threads.submit(called.append, 3)
+
+
+def _refuse_at_exit(thread: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+def test_an_interpreter_that_ends_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks wait for the threads that there are; where there are none, they run in this thread."""
+    names: list[str] = []
+
+    def note() -> None:
+        names.append(threading.current_thread().name)
+
+    with Threads(2, "bcp-one") as started, Threads(2) as idle:
+        started.submit(int).result(time_limit(20))
+        monkeypatch.setattr(threading.Thread, "start", _refuse_at_exit)
+        for _ in range(3):
+            started.submit(note).result(time_limit(20))
+            idle.submit(note).result(time_limit(20))
+        run_daemon(note, "a-daemon").result(time_limit(20))
+        with pytest.raises(ZeroDivisionError):
+            idle.submit(divmod, 1, 0).result(time_limit(20))
+        monkeypatch.undo()
+        assert idle.submit(int).result(time_limit(20)) == 0
+    here = threading.current_thread().name
+    assert names == ["bcp-one_0", here] * 3 + [here]
+
+
+def test_all_threads_start_early() -> None:
+    with Threads(3, "bcp-three") as threads:
+        threads.start()
+        assert sum(thread.name.startswith("bcp-three") for thread in threading.enumerate()) == 3
+
+
+_SAVE_AT_EXIT = """
+import sys, threading, torch
+import bytecheckpoint as bcp
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+state = {"model": {"w": torch.ones(1 << 20)}}
+root = bcp.Location(sys.argv[1], tier=bcp.Tier(sys.argv[2]))
+handle = bcp.save(root, state, async_save=True)
+threading.Thread.start = refuse
+"""
+
+
+def test_a_save_in_flight_when_the_interpreter_ends(tmp_path: Path) -> None:
+    """A regression: from Python 3.12 on, no thread starts after the main thread has ended, and the save failed."""
+    command = [sys.executable, "-c", _SAVE_AT_EXIT, str(tmp_path / "x"), str(tmp_path / "tier")]
+    done = subprocess.run(command, check=True, timeout=time_limit(120), capture_output=True, text=True)
+    assert done.stderr == ""
+    assert bcp.open(tmp_path / "x").verify().ok
 
 
 _SAVE = """
