@@ -3,6 +3,7 @@ from __future__ import annotations
 import faulthandler
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import sampling
@@ -27,6 +28,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    with suppress(ImportError):  # on a bare machine with a GPU
+        from hypothesis import settings
+
+        settings.register_profile("any machine", deadline=None)
+        settings.load_profile("any machine")
     if config.getoption("timeout") is None:
         config.option.timeout = time_limit(_TEST_S)
     # In the environment, so that all workers choose the same sample without asking git again.

@@ -438,5 +438,6 @@ def _overlapping(rank: int, world_size: int, path: str) -> str:
 
 def test_replicas_that_the_planner_left_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
     found = rank_pool.run(_overlapping, str(tmp_path / "c"), world_size=2)
-    assert all("overlap" in text for text in found)
+    # The library says where; torch up to 2.12 refuses the plan before.
+    assert all("overlap" in text or text == "Failed to validate global plan" for text in found), found
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -507,7 +508,7 @@ def test_odd_dtensors(rank_pool):
 
 
 def pipeline(rank, world_size):
-    layers = nn.ModuleDict({f"layer{rank}": numbered(nn.Linear(2, 2))})
+    layers = nn.Sequential(OrderedDict({f"layer{rank}": numbered(nn.Linear(2, 2))}))
     stage = PipelineStage(layers, rank, world_size, torch.device("cpu"), input_args=(torch.ones(1, 2),))
     assert ADAPTER.recognizes(stage)
     return sorted(ADAPTER.capture([stage], context()).metas)
