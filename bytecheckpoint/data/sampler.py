@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -237,6 +238,11 @@ class ElasticSampler(Sampler[int]):
         needed = {"size", "seed", "shuffle", "order", "epoch", "position", "behind", "rank", "world_size", "yielded"}
         if not isinstance(state, Mapping) or not needed <= set(state):
             raise StateError("this is not the state of an ElasticSampler; it was saved with another sampler")
+        behind = state["behind"]
+        counts = [state[key] for key in ("epoch", "position", "rank", "world_size", "yielded")]
+        counts += behind if isinstance(behind, (list, tuple)) else [None]
+        if not all(isinstance(one, Integral) and int(one).bit_length() < 63 for one in counts):
+            raise StateError("this is not a valid state of an ElasticSampler: it has something in place of a number")
         identity = self._identity(state["epoch"])
         differing = {key: (state[key], value) for key, value in identity.items() if state[key] != value}
         if not differing:

@@ -130,6 +130,10 @@ def test_a_place_of_another_order_is_refused() -> None:
         ElasticSampler(10).load_state_dict({"yielded": 3})
     with pytest.raises(StateError, match="not a valid state"):
         ElasticSampler(10, seed=3).load_state_dict({**state, "position": 11})
+    for key in ("epoch", "position", "behind", "yielded", "world_size", "rank"):
+        for value in (None, "x", 1.5, 1 << 70, ["x"], range(1 << 40)):
+            with pytest.raises(StateError, match="not a valid state of an ElasticSampler"):
+                ElasticSampler(10, seed=3).merge([{**state, key: value}])
 
 
 def test_states_of_different_times_are_refused() -> None:
