@@ -293,8 +293,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@both
-@pytest.mark.sampled(1)
+@pytest.mark.parametrize("storage", ["bytecheckpoint", pytest.param("torch", marks=pytest.mark.full)])
 def test_async_save_in_a_process(storage: str, tmp_path: Path) -> None:
     script, path = tmp_path / "saving.py", tmp_path / "c"
     script.write_text(PROCESS)

@@ -51,6 +51,7 @@ def check(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.sampled(3)
 def test_random_trainers_are_put_together_exactly(chunk: int) -> None:
     rules = 0
     for number in range(chunk, TRAINERS, CHUNKS):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from warm_python import warm_python
 
 from bytecheckpoint.errors import (
     AccessDeniedError,
@@ -75,9 +76,7 @@ def _read_only(path: Path) -> None:
 
 
 def _run(script: str, *arguments: object, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, timeout=time_limit(120)
-    )
+    done = warm_python().run(["-c", script, *map(str, arguments)], timeout=time_limit(120))
     assert done.returncode == code, done.stderr
     return done.stdout
 
