@@ -222,7 +222,6 @@ def test_a_manager_that_was_not_closed_finishes_its_save(tmp_path: Path, how: st
     assert sorted(path.name for path in root.iterdir()) == ["step-2"]
 
 
-@pytest.mark.sampled(2, of="ends of an interpreter")
 def test_several_saves_in_flight_are_all_finished(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "queue")
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -230,7 +229,6 @@ def test_several_saves_in_flight_are_all_finished(tmp_path: Path) -> None:
         assert bcp.open(tmp_path / "root" / f"step-{step}").verify().ok
 
 
-@pytest.mark.sampled(2, of="ends of an interpreter")
 def test_a_save_that_fails_during_exit_is_reported(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "fails")
     assert ended.returncode == 0
@@ -257,14 +255,12 @@ def test_os_exit_leaves_an_attempt(tmp_path: Path, how: str) -> None:
         assert all(name.startswith("step-3/") for name in left), left
 
 
-@pytest.mark.sampled(2, of="ends of an interpreter")
 def test_a_save_in_a_daemon_thread_is_finished(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "daemon")
     assert ended.returncode == 0, ended.stderr
     assert _newest(tmp_path / "root") == 2
 
 
-@pytest.mark.sampled(2, of="ends of an interpreter")
 def test_a_daemon_thread_that_keeps_saving_does_not_block_the_exit(tmp_path: Path) -> None:
     """Its next save is refused, or the thread stops where it is."""
     (ended,) = _run(_ALONE, tmp_path / "root", "daemon-loop")
@@ -279,7 +275,6 @@ def test_a_daemon_thread_inside_torch_does_not_abort_the_exit(tmp_path: Path) ->
     assert _newest(tmp_path / "root") == 1
 
 
-@pytest.mark.sampled(2, of="ends of an interpreter")
 def test_a_save_after_the_main_thread_has_ended_is_refused(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "thread")
     assert ended.returncode == 0, ended.stderr

@@ -698,7 +698,6 @@ def test_a_manager_in_another_thread_warns_about_signals(tmp_path: Path, caplog:
 # -- the end of the interpreter ------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2, of="ends of a manager's process")
 def test_a_forked_worker_that_ends_does_not_affect_its_parent(tmp_path: Path) -> None:
     """A data loader's worker is forked while a save is in flight, and ends while that still is."""
     script = textwrap.dedent(
@@ -733,7 +732,6 @@ def test_a_forked_worker_that_ends_does_not_affect_its_parent(tmp_path: Path) ->
     assert _names(tmp_path) == ["step-1"]
 
 
-@pytest.mark.sampled(2, of="ends of a manager's process")
 def test_a_manager_that_was_not_closed_finishes_its_saves(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
@@ -755,7 +753,6 @@ def _run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return warm_python().run(command, timeout=time_limit(60))
 
 
-@pytest.mark.sampled(2, of="ends of a manager's process")
 def test_a_manager_that_was_dropped_does_not_keep_the_process(tmp_path: Path) -> None:
     """The root is released at exit, although the heartbeat comes only every 300 s."""
     script = """
