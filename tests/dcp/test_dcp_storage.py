@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_storages import STORAGES, causes, load, save
+from dcp_storages import STORAGES, both, causes, load, save
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import bytecheckpoint as bcp
 
-both = pytest.mark.parametrize("storage", STORAGES)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 
 
@@ -293,7 +292,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", ["bytecheckpoint", pytest.param("torch", marks=pytest.mark.full)])
+@both
 def test_async_save_in_a_process(storage: str, tmp_path: Path) -> None:
     script, path = tmp_path / "saving.py", tmp_path / "c"
     script.write_text(PROCESS)
@@ -470,7 +469,7 @@ def test_damage_is_reported_as_what_it_is(damage: str, tmp_path: Path) -> None:
     assert type(cause) is expected
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@both
 def test_a_failed_save_leaves_the_old_checkpoint(storage: str, tmp_path: Path) -> None:
     """Torch's class writes into the files of the old checkpoint; this library's does not."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any, NamedTuple
 
+import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -21,6 +22,11 @@ STORAGES = {
     "torch": Storage(FileSystemWriter, FileSystemReader),
     "bytecheckpoint": Storage(bcp.dcp.Writer, bcp.dcp.Reader),
 }
+
+both = pytest.mark.parametrize(
+    "storage", [pytest.param(name, marks=pytest.mark.full if name == "torch" else ()) for name in STORAGES]
+)
+"""For tests of what both do. What torch itself does depends on its version only, so only the full set tests it."""
 
 
 def save(storage: str, path: Any, state: dict[str, Any], **options: Any) -> Any:
