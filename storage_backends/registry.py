@@ -221,7 +221,8 @@ def absolute_url(url: object) -> str:
         return text
     from .local.backend import absolute_path
 
-    return absolute_path(os.path.expanduser(text))
+    path = absolute_path(os.path.expanduser(text))
+    return f"{path}/" if text.endswith("/") and path != "/" else path  # a slash at the end names a folder
 
 
 @cache
