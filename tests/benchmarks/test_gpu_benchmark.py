@@ -69,6 +69,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("os.path.exists('/dev/nvidia0')", reason="has a GPU")
+@pytest.mark.full
 def test_without_a_device_it_says_so(tmp_path: Path) -> None:
     done = _run(tmp_path, "--tests")
     assert done.returncode == 2

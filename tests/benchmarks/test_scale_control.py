@@ -30,6 +30,7 @@ def test_a_flat_exchange_costs_one_message_per_rank() -> None:
         assert per_rank == len(exchanges) + 1, "one more message when a rank leaves"
 
 
+@pytest.mark.full
 def test_round_trips_of_processes_are_measured() -> None:
     rows = measure_processes([2, 4], round_trips=20)
     assert [(row["processes"], row["group_size"]) for row in rows] == [(2, 2), (4, 4), (4, 2)]

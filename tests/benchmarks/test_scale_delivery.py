@@ -86,6 +86,7 @@ def test_a_broadcast_sends_the_model_to_every_gpu() -> None:
     assert many.seconds > many.stages["host link"] + many.stages["network"]
 
 
+@pytest.mark.full
 def test_the_committed_figures_are_reproduced(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from benchmarks.scale_worlds import make_world
 from bytecheckpoint.planners import OWN_BOXES
 
 
+@pytest.mark.full
 def test_a_simulated_job_saves_and_loads() -> None:
     found = measure_job("dense", 256)  # compares messages of two ranks with those of the library
     assert found["ranks"] == 256

@@ -646,7 +646,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def test_saves_during_barriers_and_reductions(pool: RankPool, tmp_path: Path) -> None:
-    """The save's own line between the ranks and the main thread's process group never meet."""
+    """A save uses connections of its own between the ranks, and never the process group of the main thread."""
     assert pool.run(_save_during_collectives, str(tmp_path), 200) == [[200.0, 150.0]] * 2
 
 
