@@ -290,7 +290,7 @@ class Transfers(SharedFiles):
 
 TestTransfers = seed(sampling.seed())(Transfers).TestCase
 TestTransfers.settings = settings(
-    max_examples=800 if sampling.is_full() else 30,
+    max_examples=800 if sampling.is_full() else 20,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),
