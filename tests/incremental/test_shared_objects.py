@@ -351,7 +351,7 @@ def test_a_removal_that_has_lost_the_lease_removes_no_objects(tmp_path: Path, mo
 
 
 def test_a_commit_that_has_lost_the_lease_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A regression: whoever has the lease now could remove what the manifest names."""
+    """A regression: the process that has the lease now could remove what the manifest names."""
     save(tmp_path / "step-1", tensor())
     with _slow(monkeypatch, "missing_files", open_backend(tmp_path)):
         with pytest.raises(RootInUseError, match="has taken this root over"):
