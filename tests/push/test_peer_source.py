@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from bytecheckpoint.errors import EngineError
+from bytecheckpoint.inference.push import sender as sender_module
 from bytecheckpoint.inference.push.layout import Write
 from bytecheckpoint.inference.push.messages import SenderLost, Table
 from bytecheckpoint.inference.push.peer_source import _Transfer
 from bytecheckpoint.inference.push.sender import PushAssignment, Sender
 from bytecheckpoint.inference.push.sources import PushSource
-from bytecheckpoint.inference.push.transports.base import ChunkTarget, Transport
+from bytecheckpoint.inference.push.transports.base import ChunkTarget, OutgoingChunk, Transport
 from bytecheckpoint.inference.push.writing import Job
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
@@ -42,7 +43,7 @@ class Broken(Transport):
     def __init__(self) -> None:
         self._all = threading.Barrier(2, timeout=1.0)
 
-    def write(self, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
+    def write(self, chunks: Sequence[OutgoingChunk]) -> None:
         try:
             self._all.wait()
             raise BrokenPipeError("broken pipe")
@@ -65,7 +66,8 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_transport_that_breaks_in_several_threads() -> None:
+def test_a_transport_that_breaks_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "_RUN_BYTES", 1)  # each thread writes one chunk at once
     for _ in range(10):
         source = Mapped()
         memory = weakref.ref(source.memory)
