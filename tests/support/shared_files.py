@@ -24,8 +24,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sorted_arguments import save_in_job
 
 import bytecheckpoint as bcp
-from bytecheckpoint.checkpoint import attempts, sweep
-from bytecheckpoint.checkpoint.lease import LEASE_KEY
+from bytecheckpoint.checkpoint import attempts, lease, sweep
+from bytecheckpoint.checkpoint.lease import LEASE_KEY, hold_root
 from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.convert.copy import remove
 from bytecheckpoint.engine.objects import OBJECTS, files_of
@@ -135,7 +135,11 @@ class SharedFiles(RuleBasedStateMachine):
         clock = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + self.passed_s})
         with ExitStack() as patches:  # none of them stays if one fails: Hypothesis tears down only what exists
             patches.enter_context(mock.patch.object(attempts, "time", clock))
-            patches.enter_context(mock.patch.object(sweep, "_PATIENCE_S", 0.0))  # all of it is in one thread
+            # All of it is in one thread: no other one releases a lease in the meantime.
+            patches.enter_context(
+                mock.patch.object(sweep, "hold_root", lambda root, **_: hold_root(root, patience_s=0))
+            )
+            patches.enter_context(mock.patch.object(lease, "_SHORT_INTERVAL_S", 0.2))  # that of a dead job must expire
             patches.enter_context(mock.patch.object(registry, "_open", wrapped))
             # Hypothesis repeats steps, so the same operation of a transfer must fail again.
             patches.enter_context(mock.patch.object(transfer, "Threads", lambda count, **names: Threads(1, **names)))
