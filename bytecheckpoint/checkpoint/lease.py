@@ -37,7 +37,7 @@ LEASE_KEY = "lease.msgpack"
 _MAX_BYTES = 1 << 16
 HEARTBEATS_PER_LEASE = 3
 _MAX_INTERVAL_S = 300.0
-_SHORT_INTERVAL_S = 5.0  # of a lease that is held for a few requests only; a busy store delays heartbeats
+_SHORT_INTERVAL_S = 1.0  # of a lease that is held for a few requests only
 _POLL_S = 0.05
 _PATIENCE_S = 60.0  # for leases that are held for a few requests only
 _MAX_TRIES = 16  # to put a lease, which the store refuses: others are faster, or it cannot be read
@@ -246,9 +246,8 @@ class Lease:
 
 
 @contextmanager
-def hold_root(root: StorageBackend, *, patience_s: float) -> Iterator[Lease]:
+def hold_root(root: StorageBackend, *, patience_s: float) -> Iterator[None]:
     """Hold the lease of a root during the block, for a few requests. Waits for others that do so ``patience_s`` long.
-    What must not happen after the lease was lost is preceded by ``check``.
 
     Raises as ``Lease.acquire``.
     """
@@ -256,7 +255,7 @@ def hold_root(root: StorageBackend, *, patience_s: float) -> Iterator[Lease]:
     lease = Lease.acquire(root, here, interval_s=_SHORT_INTERVAL_S, is_brief=True, patience_s=patience_s)
     is_silent = False
     try:
-        yield lease
+        yield
     except StorageError as error:
         is_silent = error.is_late
         raise

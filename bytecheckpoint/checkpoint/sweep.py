@@ -26,7 +26,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -87,20 +87,13 @@ def admitted(
 
     Raises ``FilesGoneError`` before the block, ``RootInUseError`` if another job holds the root, and ``StorageError``.
     """
-    with ExitStack() as held:
-        lease = None
-        if manifest.is_shared and lock is not None:
-            held.enter_context(lock)
-        elif manifest.is_shared:
-            lease = held.enter_context(hold_root(root_of(checkpoint), patience_s=patience_s))
+    with (lock or hold_root(root_of(checkpoint), patience_s=patience_s)) if manifest.is_shared else nullcontext():
         missing = sorted(missing_files(checkpoint, manifest))
         if missing:
             raise FilesGoneError(
                 f"{checkpoint.url} is not committed: {len(missing)} of its files are missing or truncated, such as "
                 f"{missing[0]}; another program removed them"
             )
-        if lease is not None:
-            lease.check()
         yield
 
 
@@ -123,15 +116,14 @@ def remove_files_of(checkpoint: StorageBackend, manifest: Manifest) -> Swept:
         return Swept(len(manifest.files), manifest.file_bytes)
     root = root_of(checkpoint)
     try:
-        with hold_root(root, patience_s=_PATIENCE_S) as lease:
-            return sweep(root, lease.check, ended=attempts_of(manifest))
+        with hold_root(root, patience_s=_PATIENCE_S):
+            return sweep(root, ended=attempts_of(manifest))
     except RootInUseError as error:
         return Swept(problem=str(error))
 
 
 def sweep(
     root: StorageBackend,
-    check: Callable[[], None],
     *,
     ended: Collection[str] = (),
     has_ended: Callable[[str], bool] = lambda attempt: False,
@@ -141,14 +133,12 @@ def sweep(
 
     Args:
         root: The folder of the checkpoints.
-        check: Raises if the lease is lost. It is called right before anything is removed.
         ended: Attempts whose saves have certainly ended.
         has_ended: Whether that of another attempt has; those that are older than 24 hours have anyway.
         needed: Names of objects that are needed according to the caller.
 
     Raises:
         StorageError: The store failed. Objects may remain.
-        RootInUseError: Another job has taken the lease over.
     """
     try:
         stored = {stat.key.removeprefix(f"{OBJECTS}/"): stat.size for stat in root.list(f"{OBJECTS}/")}
@@ -168,9 +158,8 @@ def sweep(
 
     attempts = {attempt for attempt in {key.partition("/")[0] for key in stored} if is_over(attempt)}
     unneeded = sorted(key for key in stored if key not in named and key.partition("/")[0] in attempts)
+    root.delete([f"{OBJECTS}/{key}" for key in unneeded])
     if unneeded:
-        check()  # reading the manifests may have taken long
-        root.delete([f"{OBJECTS}/{key}" for key in unneeded])
         _log.info("%s: removed %d objects that no checkpoint needs", root.display_url, len(unneeded))
     return Swept(len(unneeded), sum(stored[key] for key in unneeded))
 

@@ -258,9 +258,9 @@ class Housekeeping(Cleaner):
         with self._saves.committing:
             running = self._saves.running()
             needed = {*self._of_earlier_jobs}.union(*running.values(), *map(files_of, self.pending()))
+            self._guard()
             swept = sweep(
                 self._backend,
-                self._guard,
                 has_ended=lambda one: (
                     self._is_of_ended_job(one)
                     or (job_mark_of(one, also_staged=True) == self._job and one not in running)

@@ -19,7 +19,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +32,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint import manifest_file, sweep
 from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt
-from bytecheckpoint.checkpoint.lease import LEASE_KEY, LeaseRecord, hold_root
+from bytecheckpoint.checkpoint.lease import LEASE_KEY, hold_root
 from bytecheckpoint.checkpoint.manifest_file import decode_manifest
 from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.control.base import Operation
@@ -322,41 +321,6 @@ def test_two_removals_wait_for_each_other(tmp_path: Path) -> None:
     thread.join(WAIT_S)
     assert [one.problem for one in done] == [""]
     assert not [*tmp_path.iterdir()]
-
-
-@contextmanager
-def _slow(monkeypatch: pytest.MonkeyPatch, name: str, root: StorageBackend) -> Iterator[None]:
-    """Let the function ``name`` of ``sweep`` take so long that another job takes over the lease of the root."""
-    function = getattr(sweep, name)
-
-    def slow(*args: Any) -> Any:
-        found = function(*args)
-        record = LeaseRecord.unpack(root.get(LEASE_KEY))
-        root.put(LEASE_KEY, replace(record, job=b"x" * len(record.job)).pack())
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sweep, name, slow)
-        yield
-    root.delete([LEASE_KEY])
-
-
-def test_a_removal_that_has_lost_the_lease_removes_no_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A regression: another save could commit references to them in the meantime."""
-    save(tmp_path / "step-1", tensor())
-    before = objects(tmp_path)
-    with _slow(monkeypatch, "_folders", open_backend(tmp_path)):
-        assert "has taken this root over" in remove(str(tmp_path / "step-1")).problem
-    assert objects(tmp_path) == before
-
-
-def test_a_commit_that_has_lost_the_lease_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A regression: the process that has the lease now could remove what the manifest names."""
-    save(tmp_path / "step-1", tensor())
-    with _slow(monkeypatch, "missing_files", open_backend(tmp_path)):
-        with pytest.raises(RootInUseError, match="has taken this root over"):
-            save(tmp_path / "step-2", tensor())
-    assert not (tmp_path / "step-2" / MANIFEST_KEY).exists()
 
 
 def test_a_lease_that_could_not_be_released_blocks_no_save(tmp_path: Path) -> None:

@@ -192,8 +192,8 @@ def test_an_incremental_save(store: _Store) -> None:
                 f"{store.root}/step-{step}", state, storage_options=store.options, options=bcp.SaveOptions(base="auto")
             )
         )
-    # Of the gets, three are for the base and the path, and three for the lease, which is deleted.
-    assert kinds == Counter(get=6, put=3, list=3, delete=1)
+    # Of the gets, three are for the base and the path, and two for the lease, which is deleted.
+    assert kinds == Counter(get=5, put=3, list=3, delete=1)
 
 
 def test_save_to_a_missing_bucket_fails_before_anything_is_copied(store: _Store) -> None:

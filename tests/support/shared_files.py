@@ -139,7 +139,7 @@ class SharedFiles(RuleBasedStateMachine):
             patches.enter_context(
                 mock.patch.object(sweep, "hold_root", lambda root, **_: hold_root(root, patience_s=0))
             )
-            patches.enter_context(mock.patch.object(lease, "_SHORT_INTERVAL_S", 0.2))  # that of a dead job must expire
+            patches.enter_context(mock.patch.object(lease, "_SHORT_INTERVAL_S", 1.0))  # that of a dead job must expire
             patches.enter_context(mock.patch.object(registry, "_open", wrapped))
             # Hypothesis repeats steps, so the same operation of a transfer must fail again.
             patches.enter_context(mock.patch.object(transfer, "Threads", lambda count, **names: Threads(1, **names)))
