@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
@@ -59,14 +59,17 @@ class Threads(ThreadPoolExecutor):
                 raise
 
     def start(self) -> None:
-        """Start all threads, except where some are busy, so that none is missing when no thread can start any more."""
+        """Start all threads, so that none is missing when no thread can start any more. Waits for no task of others."""
+        if len(self._threads) == self._max_workers:
+            return
         everyone = threading.Barrier(self._max_workers)
 
-        def wait_for_others(_: int) -> None:
+        def wait_for_others() -> None:
             with suppress(threading.BrokenBarrierError):
-                everyone.wait(_START_S)
+                everyone.wait()
 
-        list(self.map(wait_for_others, range(self._max_workers)))
+        wait([self.submit(wait_for_others) for _ in range(self._max_workers)], _START_S)
+        everyone.abort()  # some threads are busy; those that wait, and tasks that begin later, go on
 
 
 def run_daemon(function: Callable[[], T], name: str) -> Future[T]:

@@ -80,6 +80,18 @@ def test_all_threads_start_early() -> None:
         assert sum(thread.name.startswith("bcp-three") for thread in threading.enumerate()) == 3
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_early_start_waits_for_no_task(count: int) -> None:
+    """A regression: the first save of a manager waited for the uploads of an earlier job, which may take hours."""
+    go_on = threading.Event()
+    with Threads(count, "bcp-busy") as threads:
+        busy = threads.submit(go_on.wait, time_limit(60))
+        threads.start()
+        assert not busy.done()
+        go_on.set()
+        assert threads.submit(divmod, 7, 2).result(time_limit(20)) == (3, 1)
+
+
 _SAVE_AT_EXIT = """
 import sys, threading, torch
 import bytecheckpoint as bcp
