@@ -63,6 +63,7 @@ class SharedSaves:
         self.last_commit: LastCommit | None = None
         self._lock = threading.Lock()
         self._running: dict[str, Collection[str]] = {}  # by attempt, the objects that its manifest may name
+        self._unknown: set[str] = set()  # the attempts of those whose outcome is unknown
 
     def begin(self, attempt: str) -> LastCommit | None:
         """Begin a save, which may refer to what the last commit names until it ends. Return the last commit."""
@@ -76,18 +77,23 @@ class SharedSaves:
         with self._lock:
             self._running[attempt] = files_of(manifest)
 
-    def end(self, attempt: str) -> None:
-        """End a save: its manifest is committed at its path, or will never be."""
-        with self._lock:
-            self._running.pop(attempt, None)
+    def end(self, attempt: str, *, is_unknown: bool = False) -> None:
+        """End a save: its manifest is committed at its path, or will never be.
 
-    def running(self) -> dict[str, Collection[str]]:
-        """Return the saves that have not ended, and what each of them may name.
-
-        One whose outcome is unknown never ends: it counts for 24 hours.
+        If that ``is_unknown``, the save counts as running for 24 hours from its beginning.
         """
         with self._lock:
-            self._running = {one: files for one, files in self._running.items() if not has_expired(one)}
+            if is_unknown:
+                self._unknown.add(attempt)
+            else:
+                self._running.pop(attempt, None)
+
+    def running(self) -> dict[str, Collection[str]]:
+        """Return the saves that have not ended, and what each of them may name."""
+        with self._lock:
+            for attempt in [one for one in self._unknown if has_expired(one)]:
+                self._unknown.remove(attempt)
+                self._running.pop(attempt, None)
             return dict(self._running)
 
 

@@ -32,7 +32,8 @@ class FailedSaves:
         save.add_done_callback(lambda _: self._collect(root))
 
     def _collect(self, root: str) -> None:
-        """Note how saves have ended. Who has waited for one may be here before its callback."""
+        """Record which saves have failed. A thread that waited for one calls this too: it may be faster than the
+        save's callback."""
         with self._lock:
             running = self._running.pop(root, [])
             for save in running:

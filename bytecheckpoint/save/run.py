@@ -318,8 +318,8 @@ class SaveRun:
         except Exception:  # noqa: BLE001 - the save's own error is the one to raise
             _log.warning("%s: cleaning up after a failed save failed", self.backend.display_url, exc_info=True)
         finally:
-            if self._commit is not None and not may_exist:
-                self.engine.shared.end(self._commit.attempt)
+            if self._commit is not None:
+                self.engine.shared.end(self._commit.attempt, is_unknown=may_exist)
             self.op.close()
             self.lifecycle.end_failed()
             if self.upload is not None:  # whose callbacks may ask for the result of the save

@@ -227,11 +227,15 @@ def test_a_root_that_cannot_be_listed_is_not_swept(tmp_path: Path, monkeypatch: 
 
 
 def test_a_save_of_unknown_outcome_counts_as_running_for_a_day() -> None:
-    saves, now = SharedSaves(), new_attempt()
-    before = attempt_name(bytes(1) + int(time.time() - 25 * 3600).to_bytes(7, "big") + bytes(8))
-    for attempt in (before, now):
+    def begun_yesterday(number: int) -> str:
+        return attempt_name(bytes(1) + int(time.time() - 25 * 3600).to_bytes(7, "big") + bytes([number]) * 8)
+
+    saves, now, before, still_running = SharedSaves(), new_attempt(), begun_yesterday(1), begun_yesterday(2)
+    for attempt in (before, still_running, now):
         saves.begin(attempt)
-    assert [*saves.running()] == [now]
+    for attempt in (before, now):
+        saves.end(attempt, is_unknown=True)
+    assert [*saves.running()] == [still_running, now]
 
 
 def test_a_save_that_is_interrupted_while_it_cleans_up_has_ended(
