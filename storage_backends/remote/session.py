@@ -105,8 +105,10 @@ class EndpointSession:
         if isinstance(error, CancelledError):
             return StorageError(f"{action}: it was aborted")
         hide_userinfo(error)
-        found = storage_error(self.explain(error), action, is_put=True)
-        found.is_late = isinstance(error, TimeoutError)
+        failure = self.explain(error)
+        found = storage_error(failure, action, is_put=True)
+        # A client that repeats requests itself may give up just before the deadline.
+        found.is_late = isinstance(error, TimeoutError) or failure.meaning is Meaning.UNANSWERED
         return found
 
     async def repeat(self, request: Request, send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:

@@ -322,6 +322,16 @@ def test_a_store_that_does_not_answer(backend: StorageBackend, front: GoogleFron
     assert isinstance(caught.value, UnansweredError) == (operation.startswith("put") and what == "stall")
 
 
+def test_obstore_may_give_up_before_the_session() -> None:
+    """A regression: then the store did not count as silent."""
+    for error in (GenericError("Error performing PUT in 1.7s - no reply"), TimeoutError()):
+        assert EndpointSession(explain).error(error, "writing 'object'").is_late
+    refused = GenericError(
+        "Error performing PUT in 1.7s - Server returned non-2xx status code: 503 Service Unavailable"
+    )
+    assert not EndpointSession(explain).error(refused, "writing 'object'").is_late
+
+
 def test_a_store_that_refuses_and_then_stalls(backend: StorageBackend, front: GoogleFront) -> None:
     """Its replies count for more than that the last try had little time left."""
     backend.deadline_s = time_limit(1)
