@@ -40,6 +40,8 @@ def copy_elements(out: torch.Tensor, source: torch.Tensor, *, non_blocking: bool
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a flat uint8 tensor that shares its storage."""
     flat = tensor.detach().reshape(-1) if tensor.ndim == 0 else tensor.detach().view(-1)
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # one element is contiguous with any stride, but only this one can be viewed
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 

@@ -12,7 +12,7 @@ from ...tensors.dtypes import DTYPES
 from ...tensors.geometry import Box, decompose
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
-from ..tensor_bytes import box_view, copy_elements
+from ..tensor_bytes import as_bytes, box_view, copy_elements
 from .bounce import BounceBuffer
 
 
@@ -64,19 +64,27 @@ class ReadPart(NamedTuple):
 
 
 class MemoryDestination:
-    """Copies bytes ``[begin, end)`` of a file to the plain memory of ``out``. Thread-safe."""
+    """Copies bytes ``[begin, end)`` of a file to ``out``, whose memory holds them unchanged. Thread-safe.
 
-    __slots__ = ("_out", "begin", "end")
+    ``device`` copies to the memory of a device.
+    """
 
-    def __init__(self, begin: int, end: int, out: torch.Tensor) -> None:
+    __slots__ = ("_device", "_out", "begin", "end")
+
+    def __init__(self, begin: int, end: int, out: torch.Tensor, device: DeviceCopyIn | None = None) -> None:
         self.begin, self.end = begin, end
-        self._out = out
+        self._out, self._device = as_bytes(out), device
 
     def put(self, buffer: BounceBuffer, origin: int, low: int, high: int) -> None:
         """Copy the place's part of bytes ``[low, high)`` of the file; ``buffer`` starts at byte ``origin``."""
         first, last = max(low, self.begin), min(high, self.end)
-        if first < last:
+        if first >= last:
+            return
+        if self._device is None:
             buffer.copy_out(first - origin, last - first, self._out.data_ptr() + first - self.begin)
+        else:
+            out = self._out[first - self.begin : last - self.begin]
+            self._device.copy(out, buffer.tensor[first - origin : last - origin], buffer)
 
 
 class BoxDestination:
@@ -127,6 +135,6 @@ def _dtype_of(code: int) -> torch.dtype:
     return torch_dtype(BasicMeta(_DTYPES[code], ()))
 
 
-def is_plain_memory(out: torch.Tensor, code: int) -> bool:
-    """Return whether ``out`` is host memory that holds elements of the dtype ``code`` exactly as a file does."""
-    return out.is_cpu and out.is_contiguous() and out.dtype == _dtype_of(code) and not (out.is_conj() or out.is_neg())
+def holds_as_stored(out: torch.Tensor, code: int) -> bool:
+    """Return whether the memory of ``out`` holds elements of the dtype ``code`` exactly as a file does."""
+    return out.is_contiguous() and out.dtype == _dtype_of(code) and not (out.is_conj() or out.is_neg())

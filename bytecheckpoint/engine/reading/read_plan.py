@@ -13,7 +13,7 @@ from ...planners.extents import Extents, byte_span, plan_extents, split_box
 from ...tensors.dtypes import DTYPES
 from ...tensors.tables import Int64
 from ..tensor_bytes import byte_view
-from .placement import BoxDestination, Destination, DeviceCopyIn, MemoryDestination, ReadPart, is_plain_memory
+from .placement import BoxDestination, Destination, DeviceCopyIn, MemoryDestination, ReadPart, holds_as_stored
 
 _ITEMSIZE: Int64 = np.array([dtype.itemsize for dtype in DTYPES.values()], np.int64)
 
@@ -105,7 +105,7 @@ class _Ranges:
     address: Int64
     low: Int64
     high: Int64
-    boxes: dict[int, BoxDestination] = field(default_factory=dict)  # by part
+    boxes: dict[int, Destination] = field(default_factory=dict)  # by part
 
     def part(self, use: int) -> ReadPart:
         return self.parts[int(self.source[use])]
@@ -171,16 +171,15 @@ def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, 
     parts = [part for part in parts if part.out.numel()]
     shards = _Shards(manifest, np.array([part.row for part in parts], np.int64), checked=checked)
     nbytes = np.array([part.out.numel() for part in parts], np.int64) * shards.itemsize
-    plain = np.array(
-        [is_plain_memory(part.out, code) for part, code in zip(parts, shards.code.tolist(), strict=True)], bool
-    )
+    as_stored = [holds_as_stored(part.out, code) for part, code in zip(parts, shards.code.tolist(), strict=True)]
+    plain = np.array([good and part.out.is_cpu for part, good in zip(parts, as_stored, strict=True)], bool)
     whole = np.flatnonzero((nbytes == shards.nbytes) & plain)
     other = np.flatnonzero((nbytes != shards.nbytes) | ~plain)
-    boxes: dict[int, BoxDestination] = {}
+    boxes: dict[int, Destination] = {}
     found: list[_Range] = []
     device = DeviceCopyIn(part.out for part in parts) if any(parts[i].out.is_cuda for i in other.tolist()) else None
     for i in other.tolist():
-        found += _box_ranges(manifest, shards, i, parts[i], boxes, size, gap, device, plain=bool(plain[i]))
+        found += _box_ranges(manifest, shards, i, parts[i], boxes, size, gap, device, as_stored=as_stored[i])
     rest = np.array(found, np.int64).reshape(-1, 5)
     source, begin, end, low, high = (
         np.concatenate([column, more])
@@ -205,12 +204,12 @@ def _box_ranges(
     shards: _Shards,
     i: int,
     part: ReadPart,
-    boxes: dict[int, BoxDestination],
+    boxes: dict[int, Destination],
     size: int,
     gap: int,
     device: DeviceCopyIn | None,
     *,
-    plain: bool,
+    as_stored: bool,
 ) -> list[_Range]:
     """Return the ranges for a part of a shard, or for a whole shard that does not go to plain memory."""
     stored = manifest.shards.box_of(part.row)
@@ -219,8 +218,10 @@ def _box_ranges(
     start, stop = byte_span(part.box, stored, itemsize)
     is_contiguous = stop - start == part.box.numel * itemsize
     low = high = 0
-    if plain and is_contiguous:
+    if as_stored and is_contiguous and part.out.is_cpu:
         low, high = begin + start, begin + stop
+    elif as_stored and is_contiguous and device is not None and device.covers(part.out):
+        boxes[i] = MemoryDestination(begin + start, begin + stop, part.out, device)
     else:
         meta = manifest.tensors.meta_of(int(manifest.shards.tensor[part.row]))
         boxes[i] = BoxDestination(begin, stored, meta, part, device)

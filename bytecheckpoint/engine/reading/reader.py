@@ -40,6 +40,7 @@ _REMOTE_THREADS = 8
 
 _EXTENTS_PER_TASK = 2
 _MIN_REMOTE_BYTES = 8 << 20  # of a read; less would mostly be latency
+_DEVICE_BYTES = 8 << 20  # of a read for a GPU, which takes the bytes from memory; small reads suit a processor's cache
 
 # Bytes between two ranges that are read rather than skipped, as a share of a read: a remote store's 1 to 2 MiB take as
 # much processor time as a request (benchmarks/object_store.py).
@@ -150,7 +151,8 @@ class ShardReader:
     def _size_for(self, parts: Sequence[ReadPart]) -> int:
         """Return the size of one read of ``parts``. From a remote store, each thread gets several of them."""
         if not self.backend.is_remote:
-            return self.read_size
+            for_device = _DEVICE_BYTES if any(part.out.is_cuda for part in parts) else 0
+            return max(self.read_size, min(for_device, self.bounce_pool.limit // 8))
         requested = sum(part.out.numel() * part.out.element_size() for part in parts)
         return min(self.read_size, max(_MIN_REMOTE_BYTES, requested // (2 * _REMOTE_THREADS)))
 
