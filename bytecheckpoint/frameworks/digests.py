@@ -51,25 +51,26 @@ def device_digest(flat: torch.Tensor) -> bytes:
 
 
 def digest_on_device(data: torch.Tensor) -> torch.Tensor:
-    """Digest bytes on the device that holds them, with torch operations only.
+    """Digest bytes on the device that holds them, with torch operations only. Returns one digest for each row.
 
     Each 8-byte word is mixed with its position, so that damaged, moved and missing words change the sum. The digest
     detects accidents; it does not resist an attacker.
     """
-    full = data.numel() // 8 * 8
+    length = data.shape[-1]
+    full = length // 8 * 8
     is_aligned = data.data_ptr() % 8 == data.storage_offset() % 8 == 0
-    words = data[:full].view(torch.int64) if is_aligned else data[:full].clone().view(torch.int64)
+    words = data[..., :full].view(torch.int64) if is_aligned else data[..., :full].clone().view(torch.int64)
     found = _mix(words, 0)
-    if full < data.numel():
-        rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
-        rest[: data.numel() - full] = data[full:]
+    if full < length:
+        rest = torch.zeros((*data.shape[:-1], 8), dtype=torch.uint8, device=data.device)
+        rest[..., : length - full] = data[..., full:]
         found = found + _mix(rest.view(torch.int64), full // 8)
-    return found ^ data.numel()
+    return found ^ length
 
 
 def _mix(words: torch.Tensor, begin: int) -> torch.Tensor:
     # Integer overflow wraps around on every device, and the order of the sum does not matter.
-    mixed = torch.arange(begin + 1, begin + 1 + words.numel(), dtype=torch.int64, device=words.device)
-    mixed.mul_(_STRIDE).bitwise_xor_(words).mul_(_FIRST)
+    places = torch.arange(begin + 1, begin + 1 + words.shape[-1], dtype=torch.int64, device=words.device)
+    mixed = places.mul_(_STRIDE).bitwise_xor(words).mul_(_FIRST)
     mixed.bitwise_xor_(mixed >> 29).mul_(_SECOND)
-    return mixed.bitwise_xor_(mixed >> 32).sum()
+    return mixed.bitwise_xor_(mixed >> 32).sum(-1)

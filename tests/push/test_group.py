@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from join_probes import held_by, wait_until_it_holds_at_most
 from leak_watch import held_now, left_since
 from streams import RING, fail, push_and_look, same
@@ -235,6 +237,18 @@ def test_device_digests_detect_damage() -> None:
             assert int(digest_on_device(damaged)) != known
         if nbytes > 16:
             assert int(digest_on_device(data.roll(8))) != known
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([1, 8, 12, 64, 4096]), st.integers(0, 2)), max_size=12))
+def test_digests_of_adjacent_chunks_are_those_of_each_chunk(cuts: list[tuple[int, int]]) -> None:
+    memory = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    chunks, at = [], 0
+    for nbytes, gap in cuts:
+        at += 4 * gap
+        chunks.append(memory[at : at + nbytes].clone() if gap == 2 else memory[at : at + nbytes])
+        at += nbytes
+    assert word_digests(chunks) == [int(digest_on_device(chunk)) % (1 << 64) for chunk in chunks]
 
 
 def test_both_ends_must_use_the_same_digest(engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:

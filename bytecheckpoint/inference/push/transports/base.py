@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -78,6 +78,27 @@ def xxh3_digests(chunks: Sequence[torch.Tensor]) -> list[int]:
 
 def word_digests(chunks: Sequence[torch.Tensor]) -> list[int]:
     """Return ``digest_on_device`` of each chunk as an unsigned number."""
-    if not chunks:
-        return []
-    return [digest % (1 << 64) for digest in torch.stack([digest_on_device(data) for data in chunks]).tolist()]
+    found = [digest_on_device(rows) for rows in _as_rows(chunks)]
+    return [digest % (1 << 64) for digest in torch.cat(found).tolist()] if found else []
+
+
+def _as_rows(chunks: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield matrices whose rows are the chunks: a device digests adjacent chunks of one size with the same kernels."""
+    count = 0
+    for number, chunk in enumerate(chunks, 1):
+        count += 1
+        if number == len(chunks) or not _is_next(chunk, chunks[number]):
+            first, length = chunks[number - count], chunk.numel()
+            yield first.as_strided((count, length), (-(-length // 8) * 8, 1))  # one row may have any length
+            count = 0
+
+
+def _is_next(chunk: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether ``other`` is the next row of a matrix of 8-byte words with the row ``chunk``."""
+    length = chunk.numel()
+    return (
+        length % 8 == 0
+        and other.numel() == length
+        and other.storage_offset() == chunk.storage_offset() + length
+        and other.untyped_storage().data_ptr() == chunk.untyped_storage().data_ptr()
+    )
