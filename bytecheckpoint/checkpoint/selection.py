@@ -23,6 +23,11 @@ class Selection:
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        for name, patterns in vars(self).copy().items():
+            if isinstance(patterns, (list, set)):  # which the caller may change
+                object.__setattr__(self, name, tuple(patterns))
+
     def check(self) -> None:
         """Raise ``UsageError`` unless both are lists of patterns, and ``include`` has one."""
         for patterns in (self.include, self.exclude):

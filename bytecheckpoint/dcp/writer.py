@@ -33,7 +33,7 @@ from ..errors import (
 )
 from ..format.manifest import MANIFEST_KEY
 from ..frameworks.tree import CapturedSection
-from ..runtime.arguments import options_of
+from ..runtime.arguments import check_arguments, options_of
 from ..save.options import SaveOptions, SaveRequest
 from ..storage_backends import StorageBackend, url_text
 from ..telemetry.trace import Timings
@@ -102,8 +102,8 @@ class Writer(StorageWriter):
             raise UsageError("bytecheckpoint.dcp.Writer writes to the path itself; pass a Location without a tier")
         self._options = options_of(SaveOptions, options, used=("allow_pickle", "chunk_size", "deadline_s"))
         self._overwrite = overwrite
-        self.step, self.metadata = step, dict(metadata or {})
-        self._request(StoredAs())
+        self.step, self.metadata = step, check_arguments({"metadata": metadata})["metadata"]
+        self._fix_request()
         self._remove: Callable[[], object] | None = None
         self._unsaved: tuple[SavePlan, SavePlanner] | None = None
         self._begin()
@@ -134,6 +134,7 @@ class Writer(StorageWriter):
             StorageError: The store failed.
         """
         self._begin()
+        self._fix_request()
         self._rank = int(kwargs.get("rank") or 0)
         self._uses_collectives = bool(kwargs.get("use_collectives", True))
         if is_coordinator and self._uses_collectives:
@@ -287,12 +288,18 @@ class Writer(StorageWriter):
     def _backend(self) -> StorageBackend:
         return self._location.open()
 
-    def _request(self, stored: StoredAs) -> SaveRequest:
-        """Return the save, validated."""
+    def _fix_request(self) -> None:
+        """Keep what the attributes state now: those of the next save may be set before this one ends."""
+        self._stated = self.step, check_arguments({"metadata": self.metadata})["metadata"]
         if METADATA_KEY in self.metadata:
             raise UsageError(f"the key {METADATA_KEY!r} of metadata is reserved; use another one")
-        metadata = {**self.metadata, **stored.to_metadata()}
-        return SaveRequest.of(self._options, location=self._location, step=self.step, metadata=metadata)
+        self._request(StoredAs())
+
+    def _request(self, stored: StoredAs) -> SaveRequest:
+        """Return the save, validated."""
+        step, metadata = self._stated
+        metadata = {**metadata, **stored.to_metadata()}
+        return SaveRequest.of(self._options, location=self._location, step=step, metadata=metadata)
 
     def _check_overwrite(self) -> None:
         if self._overwrite:

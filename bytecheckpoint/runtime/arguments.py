@@ -25,6 +25,7 @@ Rule: TypeAlias = Callable[[str, Any], Any]
 
 _MIN_CHUNK_SIZE, _MAX_CHUNK_SIZE = 64, 1 << 30  # bytes; a checksum has eight
 _MAX_DEADLINE_S = 31 * 86_400.0
+_MAX_DEPTH = 100  # of containers in an argument; those that are stored are refused at a smaller one
 _MAX_INTERVAL_S = 900.0  # a limit against values in milliseconds
 
 
@@ -110,7 +111,18 @@ def _mapping(name: str, value: Any) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise UsageError(f"{name} must be a mapping, not {value!r}")
-    return dict(value)
+    return {key: _own(item) for key, item in value.items()}
+
+
+def _own(value: Any, depth: int = 0) -> Any:
+    """Copy containers, because the caller may change them after the call that was passed them."""
+    if depth > _MAX_DEPTH:
+        return value
+    if isinstance(value, dict):
+        return {key: _own(item, depth + 1) for key, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_own(item, depth + 1) for item in value)
+    return bytes(value) if isinstance(value, bytearray) else value
 
 
 def _keywords(name: str, value: Any) -> dict[str, Any]:

@@ -47,6 +47,11 @@ def test_options_belong_to_it(tmp_path: Path) -> None:
         bcp.open(bcp.Location(tmp_path), storage_options={"key": "x"})
     with pytest.raises(UsageError, match=r"storage_options must have names as keys, not \[1\]"):
         bcp.open(tmp_path, storage_options={1: "x"})
+    session, regions = object(), ["eu"]
+    options = {"client_kwargs": {"regions": regions, "session": session}}
+    location = bcp.Location("s3://bucket/runs", storage_options=options)
+    regions.append("us")
+    assert location.storage_options == {"client_kwargs": {"regions": ["eu"], "session": session}}
 
 
 def test_it_stands_for_a_path_everywhere(tmp_path: Path) -> None:

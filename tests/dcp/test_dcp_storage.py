@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import bytecheckpoint as bcp
+from bytecheckpoint import telemetry
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 
@@ -263,6 +264,24 @@ def test_async_save_on_a_thread(storage: str, tmp_path: Path) -> None:
     found = {"m": {"w": torch.zeros(1000)}, "step": 0}
     load(storage, tmp_path / "c", found)
     assert_equal(found, {"m": {"w": torch.ones(1000)}, "step": 1})
+
+
+def test_the_metadata_of_a_save_are_those_at_its_start(tmp_path: Path) -> None:
+    metadata: dict[str, Any] = {"run": {"tokens": [1]}}
+    writer = bcp.dcp.Writer(tmp_path / "c", step=1, metadata=metadata)
+    metadata["run"]["tokens"].append(2)
+
+    def prepare_the_next_save(name: str, event: str) -> None:
+        if (name, event) == ("save.commit", "enter"):
+            writer.step, writer.metadata = 2, {}
+
+    stop = telemetry.observe(prepare_the_next_save)
+    try:
+        dcp.save({"m": {"w": torch.ones(10)}}, storage_writer=writer)
+    finally:
+        stop()
+    stored = bcp.open(tmp_path / "c")
+    assert (stored.step, stored.metadata["run"], writer.step) == (1, {"tokens": [1]}, 2)
 
 
 PROCESS = """

@@ -116,6 +116,32 @@ def test_what_is_stored_is_the_state_at_the_call(tmp_path: Path) -> None:
     assert not differing(_plain(memory(loaded)), at_the_call)
 
 
+def test_the_arguments_are_those_of_the_call(tmp_path: Path) -> None:
+    run: dict[str, Any] = {"seen": {"tokens": [1, {"of": 2}]}, "mark": bytearray(b"early")}
+    include, options = ["extra_state.table"], {"chunk_size": 128}
+    with _held_at("save.write"):
+        handle = bcp.save(
+            tmp_path, training(1.0), async_save=True, metadata={"run": run}, include=include, options=options
+        )
+        run["seen"]["tokens"][1]["of"] = run["seen"]["late"] = "late"
+        run["mark"][:] = b"late!"
+        include[0], options["chunk_size"] = "model", 256
+    handle.result(WAIT_S)
+    stored = bcp.open(tmp_path)
+    assert stored.metadata == {"run": {"seen": {"tokens": [1, {"of": 2}]}, "mark": b"early"}}
+    assert list(stored) == ["extra_state.table"]
+
+
+def test_the_arguments_of_a_manager_are_those_at_its_start(tmp_path: Path) -> None:
+    metadata, include = {"run": {"tokens": [1]}}, ["extra_state"]
+    job = bcp.JobOptions(metadata=metadata, include=include)
+    with bcp.CheckpointManager(tmp_path, cadence=1, job=job) as manager:
+        metadata["run"]["tokens"].append(2)
+        include[0] = "optimizer"
+        manager.save(1, {"extra_state": {"step": 1}})
+    assert bcp.open(tmp_path / "step-1").metadata["run"] == {"tokens": [1]}
+
+
 def test_the_state_may_go_away(tmp_path: Path) -> None:
     with _held_at("save.write"):
         handle = bcp.save(tmp_path, {"extra_state": {"weight": torch.full((1000,), 3.0)}}, async_save=True)
