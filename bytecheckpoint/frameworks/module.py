@@ -29,7 +29,7 @@ from .module_tree import (
 )
 from .own_state import capture_own_state, find_own_state
 from .own_state_target import OwnStateTarget
-from .pretrained import apply_name_rules
+from .pretrained import target_of_stored_names
 from .tensors import tensor_shards
 from .tree_capture import Capture
 from .tree_target import Restore, TreeBuilder
@@ -129,10 +129,11 @@ class ModuleAdapter(Adapter):
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
         require_no_masters(modules_of(obj), context.section)
-        target = self.make_target(obj, context, stored)
+        target = target_of_stored_names(
+            modules_of(obj), context, stored, lambda seen: self.make_target(obj, context, seen)
+        )
         # What a stored state dict has in addition to the module: that it is a mapping, and the order of its keys.
         target.ignorable.update(path for path, value in stored.values.items() if not path and type(value) is Container)
-        apply_name_rules(modules_of(obj), target, context, stored)
         return target
 
     def make_target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:

@@ -28,6 +28,7 @@ from .stored_state_dict import StoredStateDict, is_stored_state_dict
 LOSS_SCALER = "loss_scaler"
 """The state of a dynamic loss scaler has the path ``(LOSS_SCALER, number)``; most optimizers have none."""
 
+_MAX_LISTED = 5
 _IGNORABLE = frozenset({"order", "empty_groups", LOSS_SCALER, *MASTERS_OF})
 
 
@@ -149,6 +150,12 @@ def _fill(
     filler = StateFiller(target, state, context.device)
     for named in params:
         filler.add(named)
+    if filler.unknown and state:
+        more = f" and {len(filler.unknown) - _MAX_LISTED} more" if len(filler.unknown) > _MAX_LISTED else ""
+        context.notes.append(
+            f"{context.section}: the saved optimizer did not have these parameters, perhaps because they were tied to "
+            f"others, so their state stays as it is: {', '.join(filler.unknown[:_MAX_LISTED])}{more}"
+        )
     paths = {*map(group_path, names), *(path for path, _ in empty)}
     target.requested_values |= paths
     target.requested_values.update(path for name in names if (path := class_path(name)) in stored.values)

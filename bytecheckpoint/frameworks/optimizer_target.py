@@ -46,6 +46,7 @@ class StateFiller:
         self.target = target
         self.stored = stored
         self.device = device
+        self.unknown: list[str] = []  # names of parameters that the saved optimizer did not have
         self._steps: list[Callable[[_Values], None]] = []
 
     def finish(self, values: _Values) -> None:
@@ -87,6 +88,8 @@ class StateFiller:
 
     def _keep(self, named: NamedParam, existing: Mapping[Any, Any]) -> None:
         """Nothing is stored for the parameter, so its state may stay."""
+        if self.stored.keys().isdisjoint(named.names):
+            self.unknown.append(named.names[0])
         for key, value in existing.items():
             if tensor_kind(value).is_wrapper:
                 held = self._add_wrapper(named, key, value)

@@ -1,22 +1,27 @@
 """Names that a module may lack in a checkpoint, or does not need from one.
 
 Models of transformers list patterns of such names as attributes. Each list applies to the names below the module that
-has it. Models with adapters of PEFT have the adapter's name in the names of its tensors, which PEFT's files leave out.
-Neither library need be installed.
+has it. From version 5 on, transformers also renames some stored tensors when it loads. Models with adapters of PEFT
+have the adapter's name in the names of its tensors, which PEFT's files leave out. Neither library need be installed.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..tensors.shards import SectionTarget, StoredSection
 from .base import Context
-from .module_tree import named_slots, named_submodules
+from .dtensor import loaded_class
+from .module_tree import Slot, named_slots, named_submodules
+
+_log = logging.getLogger(__name__)
 
 _UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
 _MISSING = "_keys_to_ignore_on_load_missing"
@@ -31,27 +36,55 @@ _Rule = tuple[str, Callable[[str], Any]]
 """The prefix of a module's names, and a test of the rest of a name."""
 
 
-def apply_name_rules(
-    modules: Sequence[nn.Module], target: SectionTarget, context: Context, stored: StoredSection
-) -> None:
-    """Let ``target`` ignore stored names that the modules do not need, and fill tied names from what is stored.
+def target_of_stored_names(
+    modules: Sequence[nn.Module],
+    context: Context,
+    stored: StoredSection,
+    make_target: Callable[[StoredSection], SectionTarget],
+) -> SectionTarget:
+    """The target that ``make_target`` makes of what is stored, filled from the names that transformers and PEFT store.
 
-    Names that the modules call optional are added to ``target.optional``. The caller learns from a note what is left
-    unread.
+    The target ignores stored names that the modules do not need, and names that the modules call optional are added to
+    ``target.optional``. The caller learns from notes what is left unread, and what has other names.
     """
+    slots = named_slots(modules)
+    names = {slot.fqn for slot in slots if slot.persistent}
+    adapters = _adapter_sources(modules, names, stored)
+    converted = _converted_sources(modules, names, stored)
+    sources = {**converted, **adapters}
+    seen = stored
+    if sources:
+        metas = {name: stored.metas[source] for name, source in sources.items()}
+        seen = replace(stored, metas={**stored.metas, **metas})
+    target = make_target(seen)
+    target.ignorable.update(source for name, source in sources.items() if name in target.ignorable)
+    _read_from(target, {name: source for name, source in sources.items() if name in target.metas})
+    if converted:
+        (name, source), *others = converted.items()
+        more = f" and {len(others)} more" if others else ""
+        context.notes.append(
+            f"{context.section}: stored under names that transformers renames when it loads: {source} is {name}{more}"
+        )
+    _apply_lists(modules, target, context, stored, slots)
+    if adapters:  # whose files have no tensors of the base model
+        named = _adapter_names(modules)
+        target.optional.update(name for name in target.metas if not named.intersection(name.split(".")))
+    return target
+
+
+def _apply_lists(
+    modules: Sequence[nn.Module], target: SectionTarget, context: Context, stored: StoredSection, slots: Sequence[Slot]
+) -> None:
     lacking = [name for name in target.metas if name not in stored.metas]
     extra = [name for name in stored.metas.keys() - target.metas.keys() if name not in target.aliases]
     extra = [name for name in extra if name not in target.ignorable]
-    if not lacking and not extra:
-        return
     if lacking:
         _fill_tied(modules, target, stored, lacking)
-        _fill_adapters(modules, target, stored, lacking)
         rules = list(_rules(modules, _MISSING))
         target.optional.update(name for name in lacking if _applies(rules, name))
     if extra:
         rules = list(_rules(modules, _UNEXPECTED, always=_STALE))
-        computed = {slot.fqn for slot in named_slots(modules) if not slot.persistent}
+        computed = {slot.fqn for slot in slots if not slot.persistent}
         unread = sorted(name for name in extra if name in computed or _applies(rules, name))
         if unread:
             target.ignorable.update(unread)
@@ -60,6 +93,53 @@ def apply_name_rules(
                 f"{context.section}: left unread, because the model computes or ignores them: "
                 f"{', '.join(unread[:_MAX_LISTED])}{more}"
             )
+
+
+def _converted_sources(modules: Sequence[nn.Module], names: Collection[str], stored: StoredSection) -> dict[str, str]:
+    """By name of a model of transformers, the stored name that ``from_pretrained`` would rename to it.
+
+    Names of tensors that it computes, such as those of fused experts, are not among them.
+    """
+    extra = sorted(stored.metas.keys() - names)
+    if not extra or not names - stored.metas.keys():
+        return {}
+    found: dict[str, list[str]] = {}
+    model = loaded_class("transformers.modeling_utils", "PreTrainedModel")
+    above: list[str] = []
+    for prefix, module in _named(modules):
+        if not isinstance(module, model) or any(prefix.startswith(one) for one in above):
+            continue
+        above.append(prefix)
+        rename = _conversion(module)
+        for source in extra:
+            name = prefix + rename(source[len(prefix) :]) if source.startswith(prefix) else source
+            if name in names and name not in stored.metas:
+                found.setdefault(name, []).append(source)
+    return {name: one[0] for name, one in found.items() if len(one) == 1}
+
+
+def _conversion(model: Any) -> Callable[[str], str]:
+    """The renaming with which transformers, from version 5 on, loads into a model."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        kind = next(one for one in type(model).__mro__ if one.__module__.startswith("transformers."))
+        if kind is not type(model):  # FSDP-2 replaces classes, and transformers finds conversions by class
+            with torch.device("meta"):
+                model = kind(model.config)
+        found = get_model_conversion_mapping(model)
+    except Exception as error:  # noqa: BLE001 - an older version, or a model without a configuration
+        _log.debug("names are used as they are: transformers has no conversion of %s: %s", type(model).__name__, error)
+        return lambda name: name
+    renamings = [one for one in found if isinstance(one, WeightRenaming)]
+    converters = [one for one in found if isinstance(one, WeightConverter)]
+
+    def rename(name: str) -> str:
+        new, computed_by = rename_source_key(name, renamings, converters)
+        return name if computed_by else str(new)
+
+    return rename
 
 
 def _fill_tied(
@@ -77,27 +157,22 @@ def _fill_tied(
         _read_from(target, {name: source})
 
 
-def _fill_adapters(
-    modules: Sequence[nn.Module], target: SectionTarget, stored: StoredSection, lacking: Iterable[str]
-) -> None:
-    """Fill adapters from the names in PEFT's files, which have no tensors of the base model."""
-    adapters = {str(name) for _, module in _named(modules) for name in vars(module).get(_ADAPTERS) or ()}
-    if not adapters:
-        return
+def _adapter_names(modules: Sequence[nn.Module]) -> set[str]:
+    return {str(name) for _, module in _named(modules) for name in vars(module).get(_ADAPTERS) or ()}
+
+
+def _adapter_sources(modules: Sequence[nn.Module], names: Collection[str], stored: StoredSection) -> dict[str, str]:
+    """By name of an adapter's tensor, its name in PEFT's files."""
     sources: dict[str, str] = {}
-    base: list[str] = []
-    for name in lacking:
+    adapters = _adapter_names(modules)
+    for name in names if adapters else ():
         plain = [found for adapter in adapters if (found := _without_adapter(name, adapter)) != name]
-        if not plain:
-            base.append(name)
         # A model of transformers with an adapter has PEFT's prefix only in its files.
         candidates = [prefix + one for one in plain for prefix in ("", _PEFT_PREFIX)]
-        source = next((one for one in candidates if one in stored.metas and one not in target.metas), None)
-        if source is not None:
+        source = next((one for one in candidates if one in stored.metas and one not in names), None)
+        if source is not None and name not in stored.metas:
             sources[name] = source
-    if sources:
-        _read_from(target, sources)
-        target.optional.update(base)
+    return sources
 
 
 def _without_adapter(name: str, adapter: str) -> str:
@@ -113,6 +188,7 @@ def _read_from(target: SectionTarget, sources: Mapping[str, str]) -> None:
     """Let the target read tensors from the stored ones of other names."""
     for name, source in sources.items():
         target.metas.setdefault(source, target.metas.pop(name))
+    target.aliases.update({name: sources[one] for name, one in target.aliases.items() if one in sources})
     target.aliases.update(sources)
     target.shards[:] = [replace(one, fqn=sources.get(one.fqn, one.fqn)) for one in target.shards]
 
@@ -134,20 +210,16 @@ def _tied_sources(modules: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
 
 def _rules(modules: Sequence[nn.Module], attribute: str, always: Sequence[str] = ()) -> Iterator[_Rule]:
     for prefix, module in _named(modules):
-        patterns = _attribute(module, attribute)
-        if patterns is _ABSENT:
+        if not hasattr(type(module), attribute) and attribute not in vars(module):
             continue
-        for pattern in (*(patterns or ()), *always):
+        for pattern in (*(_attribute(module, attribute) or ()), *always):
             if isinstance(pattern, str):
                 yield prefix, re.compile(pattern).search
 
 
-_ABSENT = object()
-
-
 def _attribute(module: nn.Module, name: str) -> Any:
     # Not getattr: wrappers forward attributes to the module that they wrap, whose names differ.
-    return vars(module).get(name, getattr(type(module), name, _ABSENT))
+    return vars(module).get(name, getattr(type(module), name, None))
 
 
 def _named(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

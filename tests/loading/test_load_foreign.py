@@ -42,6 +42,7 @@ class _Network(nn.Module):
         self.embed = nn.Embedding(11, 6)
         self.up = nn.Linear(6, 9)
         self.down = nn.Linear(9, 6)
+        self.down.config = self.config  # type: ignore[assignment]  # which parts have, too, but no lists
         self.head = nn.Linear(6, 11, bias=False)
         if tie:
             self.head.weight = self.embed.weight

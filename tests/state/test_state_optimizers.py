@@ -221,3 +221,21 @@ def test_parameters_that_are_frozen_or_never_had_a_gradient(tmp_path: Path) -> N
     # Unfrozen: a load of the first checkpoint removes the existing state.
     bcp.load(tmp_path / "checkpoint", {"model": third, "optimizer": everything})
     assert held(third, everything) == before
+
+
+def test_a_parameter_that_the_saved_optimizer_did_not_have_is_noted(tmp_path: Path) -> None:
+    """For example a head that was tied to the embedding when it was saved."""
+
+    def trained(*, tie: bool) -> dict[str, Any]:
+        model = nn.ModuleDict({"embed": nn.Linear(3, 5, bias=False), "head": nn.Linear(3, 5, bias=False)})
+        if tie:
+            model["head"].weight = model["embed"].weight
+        optimizer = optim.AdamW(model.parameters())
+        if tie:
+            step(optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    bcp.save(tmp_path, trained(tie=True))
+    assert bcp.load(tmp_path, trained(tie=True)).notes == []
+    (note,) = bcp.load(tmp_path, trained(tie=False)).notes
+    assert note.endswith("their state stays as it is: head.weight")

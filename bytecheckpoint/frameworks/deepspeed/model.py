@@ -21,7 +21,7 @@ from ..layout import ParamLayout
 from ..module import ENGINE_COUNTERS, ModuleAdapter, choose_stored_name
 from ..module_tree import Slot, is_engine, join_names, modules_of, named_slots, named_submodules, submodules
 from ..optimizer_wrappers import as_list
-from ..pretrained import apply_name_rules
+from ..pretrained import target_of_stored_names
 from ..unsupported import require_no_masters
 from .partitions import PartitionedParam, is_partitioned, partitioned_params, partitions_of, release, take_changes
 
@@ -123,9 +123,9 @@ class DeepSpeedAdapter(ModuleAdapter):
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
-        target = self.make_target(obj, context, stored)
-        apply_name_rules(modules_of(obj), target, context, stored)
-        return target
+        return target_of_stored_names(
+            modules_of(obj), context, stored, lambda seen: self.make_target(obj, context, seen)
+        )
 
     def make_target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
         engines = _checked_engines(obj, context)
