@@ -43,7 +43,6 @@ RING = 64 << 20
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "shared memory, two versions held": (1, {}),
-    "shared memory, one version held": (1, {"memory_bytes": 1.5}),
     "shared memory, streamed": (1, {"memory_bytes": RING}),
     "TCP, two versions held": (1, {"tcp_only": True}),
     "TCP, streamed": (1, {"tcp_only": True, "memory_bytes": RING}),

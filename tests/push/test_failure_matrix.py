@@ -32,21 +32,18 @@ SAMPLE = 8
 DEADLINE_S = 10.0
 OPTIONS: dict[str, dict[str, Any]] = {
     "double": {},
-    "single": {"memory_bytes": 217_000},
     "streamed": {"memory_bytes": 40_000, "chunk_bytes": 4000},
     "rollback": {},
 }
-PROTOCOLS = {"double": ("http", "native"), "single": ("http",), "streamed": ("http", "native"), "rollback": ("http",)}
+PROTOCOLS = {"double": ("http", "native"), "streamed": ("http", "native"), "rollback": ("http",)}
 STEPS = {
     "double": ("describe", "plan", "prepare", "write", "verify", "apply"),
-    "single": ("write", "verify", "apply"),
     "streamed": ("describe", "plan", "prepare", "stream"),
     "rollback": (),
 }
 INNER_POINTS = ("leased", "paused", "loaded", "resumed")
 REQUESTS = {
     "double": ("describe", "prepare", "verify", "lease", "apply", "status", "end_lease"),
-    "single": ("apply", "status", "end_lease"),
     "streamed": ("describe", "prepare", "lease", "stream", "status", "end_lease", "finish"),
     "rollback": ("state", "lease", "rollback", "status", "end_lease"),
 }
@@ -187,7 +184,7 @@ def test_cell(pool: RankPool, engines: list[ToyEngine], cell: Cell) -> None:
 
 
 def _check(engine: ToyEngine, cell: Cell, errors: Sequence[str | None]) -> None:
-    may_stay = cell.mode in ("single", "streamed") or (cell.mode == "rollback" and cell.victim in PIDS)
+    may_stay = cell.mode == "streamed" or (cell.mode == "rollback" and cell.victim in PIDS)
     stays = [f"{engine.url} has version" in str(error) for error in errors]
     until(lambda: not engine.paused or _is_inconsistent(engine) or any(stays), "resolved")
     if not engine.paused:

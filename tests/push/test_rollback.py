@@ -83,11 +83,11 @@ def test_a_version_that_was_verified_and_not_applied_is_not_the_one_before() -> 
     versions.release()
 
 
-def test_one_version_in_memory(engines: list[ToyEngine]) -> None:
+def test_a_stream_holds_no_version_before(engines: list[ToyEngine]) -> None:
     nbytes = sum(parameter.nbytes for parameter in ToyTrainee(1).parameters())
     with _pusher(engines, memory_bytes=3 * nbytes // 2) as pusher:
         for version in (1, 2):
-            assert pusher.push(ToyTrainee(version), version=version).mode == "single"
+            assert pusher.push(ToyTrainee(version), version=version).mode == "streamed"
         with pytest.raises(StateError, match="nothing was changed"):
             pusher.rollback()
     _assert_serve(engines, 2)

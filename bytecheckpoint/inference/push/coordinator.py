@@ -16,7 +16,7 @@ from .commit import EngineCommit
 from .engines.base import Budget, Engine, ask, check_awake
 from .layout import Holding
 from .leases import push_command, resolve
-from .memory import DOUBLE, MODES, STREAMED, Mode
+from .memory import DOUBLE, STREAMED, Mode
 from .messages import Table, first_cause
 from .plan import Assignments, BoundPlan, Worker, merge_descriptions, plan_push
 from .quantizer import holdings_of_blocks, plan_exchange
@@ -126,13 +126,13 @@ class PushCoordinator:
                 continue
             for worker, answer in zip(self.bound.workers, answers, strict=True):
                 check_awake(self._engines[worker.engine], [answer])
-            least = min((answer["mode"] for answer in answers), key=MODES.index)
-            if all(answer["mode"] == least for answer in answers):
-                self._answers, self.mode = answers, least
+            modes = {answer["mode"] for answer in answers}
+            if len(modes) == 1:
+                self._answers, (self.mode,) = answers, modes
                 rings = tuple((answer["ring"][0], answer["ring"][1]) for answer in answers if "ring" in answer)
                 self.assignments = self.bound.assignments(rings)
                 return True
-            mode = least  # all workers use one mode, because they change together
+            mode = STREAMED  # all workers use one mode, because they change together
         self._requests.clear()
         return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -19,17 +19,12 @@ from .messages import Table
 from .transports.base import THREADS
 from .transports.shared_memory import ArenaChunks, SharedArena
 
-Mode = Literal["double", "single", "streamed"]
+Mode = Literal["double", "streamed"]
 
 DOUBLE: Mode = "double"
 """The worker holds the next version, which is verified before any weight changes, and the served one for a rollback."""
-SINGLE: Mode = "single"
-"""The worker holds the next version, which is verified before any weight changes. There is no rollback."""
 STREAMED: Mode = "streamed"
 """Chunks pass through a ring buffer and are verified before they are loaded. No rollback to a pushed version."""
-
-MODES: tuple[Mode, ...] = (STREAMED, SINGLE, DOUBLE)
-"""From the least memory to the most."""
 
 _FREE_SHARE = 0.8  # of the free memory; other processes of the host need the rest
 _SLOTS = 4  # enough to overlap sending, receiving and loading
@@ -52,9 +47,7 @@ class MemoryPolicy:
     def choose_mode(self, nbytes: int, held: int) -> Mode:
         """Return the mode for a version of ``nbytes`` when pushes already hold ``held`` bytes."""
         limit = self.limit if self.limit is not None else held + int(_FREE_SHARE * free_memory() / self.sharers)
-        if limit >= 2 * nbytes:
-            return DOUBLE
-        return SINGLE if limit >= nbytes else STREAMED
+        return DOUBLE if limit >= 2 * nbytes else STREAMED
 
     def ring(self, layout: Layout) -> Waves:
         """Return the waves of the ring buffer that fits into the limit, by default 256 MiB.
@@ -210,27 +203,19 @@ class VersionStore:
     def begin(self, table: Table, layout: Layout, mode: Mode, is_read: Callable[[HeldVersion], bool]) -> HeldVersion:
         """Prepare ``next`` for a version of ``layout``.
 
-        Except in mode ``double``, the served version loses its arena. Memory that another engine still reads
-        (``is_read``) is never reused.
+        In mode ``streamed``, all versions lose their arenas. Memory that another engine still reads (``is_read``) is
+        never reused.
         """
-        found, served = self.next, self.served
         self._before = None  # its memory may be written to
+        if mode == STREAMED:
+            self.release()
+            self.next = HeldVersion(table, layout, None, [])
+            return self.next
+        found = self.next
         if found is not None and (found.layout.digest != layout.digest or not found.digests or is_read(found)):
             # A sender of a failed push may still be writing there.
             found.release()
             found = None
-        if mode != DOUBLE and served is not None and served.arena is not None:
-            if found is not None:
-                found.release()
-            fits = mode != STREAMED and served.layout.digest == layout.digest and not is_read(served)
-            found = replace(served) if fits else None
-            if found is None:
-                served.release()
-            served.arena = None
-        if mode == STREAMED:
-            if found is not None:
-                found.release()
-            found = HeldVersion(table, layout, None, [])
         self.next = found or HeldVersion(table, layout, SharedArena(layout.nbytes, self._device), [])
         return self.next
 

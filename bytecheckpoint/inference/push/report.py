@@ -94,7 +94,7 @@ class PushReport:
     workers: list[WorkerReport]
     written: list[int]
     engine_bytes: int = field(default=0)
-    mode: Literal["double", "single", "streamed"] = "double"
+    mode: Literal["double", "streamed"] = "double"
 
     @property
     def total_s(self) -> float:
