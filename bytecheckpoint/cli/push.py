@@ -21,19 +21,16 @@ from ..inference.push import (
     NativeEngine,
     Pusher,
     PushReport,
-    SglangEngine,
     adapter_config,
 )
 from ..inference.push.engines.rpc import PauseMode
 from ..inference.push.engines.vllm import TOKEN_VARIABLE
-from ..inference.push.sglang import SglangPause
 from ..inference.push.transports.group import GroupBackend
 from ..runtime import DEFAULT_DEADLINE_S
 from .options import Locate, checked, command, rename_option
 from .output import Output, printable, size_text
 
 _POLL_S = 2.0
-_SGLANG_PAUSES: dict[PauseMode, SglangPause] = {"wait": "retract", "abort": "abort", "keep": "in_place"}
 
 
 @dataclass(frozen=True)
@@ -94,8 +91,6 @@ class _PushOptions:
         }
 
     def _target(self, url: str, adapter: Mapping[str, Any] | None) -> Engine:
-        if self.protocol == "sglang":
-            return SglangEngine(url, pause=_SGLANG_PAUSES[self.pause], **self._access())
         if self.protocol is not None:
             return IpcEngine(url, devices=self.devices or None, pause=self.pause, **self._access())
         engine = self.engine(url)
@@ -160,7 +155,7 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 )
 @click.option(
     "--protocol",
-    type=click.Choice(["checkpoint-engine", "sglang"]),
+    type=click.Choice(["checkpoint-engine"]),
     help="The engines are on this host, and run without bytecheckpoint.",
 )
 @click.option(
@@ -224,7 +219,6 @@ def push_command(
     Start vLLM with VLLM_SERVER_DEV_MODE=1, and with --worker-extension-cls
     bytecheckpoint.inference.vllm.worker.WorkerExtension, or for --native with --weight-transfer-config
     '{"backend": "bcp"}'. For --protocol checkpoint-engine, use checkpoint-engine's own extension.
-    For --protocol sglang, nothing; by default running requests are computed again with the new weights.
     """
     push = _PushOptions(**given)
     if resumed:

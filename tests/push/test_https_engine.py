@@ -13,9 +13,9 @@ import pytest
 from certificates import server_context
 
 from bytecheckpoint.errors import EngineError
-from bytecheckpoint.inference.push import HttpEngine, SglangEngine
+from bytecheckpoint.inference.push import HttpEngine
 from bytecheckpoint.inference.push.engines.vllm import engine_at
-from bytecheckpoint.inference.push.guard import _succeeds
+from bytecheckpoint.inference.push.guard import _succeeds, tls_of
 from bytecheckpoint.inference.push.leases import PauseLease
 from bytecheckpoint.testing import time_limit
 
@@ -79,11 +79,7 @@ def test_a_worker_that_must_resume_its_engine(server: str, certificate: Path) ->
 
 def test_the_guard_of_an_engine_without_this_library(server: str, certificate: Path) -> None:
     trusting = ssl.create_default_context(cafile=str(certificate))
-    engine = SglangEngine(server, token="right", ssl_context=trusting)
-    try:
-        tls = json.loads(json.dumps(engine.guard._kept["tls"]))
-    finally:
-        engine.close()
+    tls = json.loads(json.dumps(tls_of(trusting)))
     request = (f"{server}/resume", {"Authorization": "Bearer right"}, None)
     assert _succeeds(tls, *request)
     assert not _succeeds(None, *request)

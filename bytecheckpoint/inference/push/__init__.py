@@ -10,7 +10,6 @@ from .engines.vllm import HttpEngine, NativeEngine
 from .pusher import Pusher
 from .receiver import Receiver
 from .report import PushReport, WorkerReport
-from .sglang import SglangEngine
 
 __all__ = [
     "AdapterEngine",
@@ -24,7 +23,6 @@ __all__ = [
     "Pusher",
     "Receiver",
     "RpcEngine",
-    "SglangEngine",
     "WorkerReport",
     "adapter_config",
     "adapter_state",

@@ -37,7 +37,7 @@ class IpcEngine(RelayEngine):
     """An engine on this host whose workers have checkpoint-engine's ``update_weights_from_ipc``.
 
     This is vLLM with ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls
-    checkpoint_engine.worker.VllmColocateWorkerExtension``, SGLang, or lmdeploy. It needs pyzmq, and must be made on
+    checkpoint_engine.worker.VllmColocateWorkerExtension``. It needs pyzmq, and must be made on
     rank 0. Every worker gets every tensor completely. Weights change in place, tensor by tensor. The workers do not
     know their version; this object reports what it has pushed itself. Workers on GPUs have never been tested.
 
@@ -50,7 +50,8 @@ class IpcEngine(RelayEngine):
         pause: What happens to running requests; see ``HttpEngine``.
         headers: Sent with every request, for a proxy that authenticates.
         token: Sent as ``Authorization: Bearer``.
-        ssl_context: As for ``SglangEngine``.
+        ssl_context: Verifies a server with https. The guard process gets its certificates of authorities, but not a
+            client's.
 
     Raises:
         UsageError: No device is named, or one is named twice.
