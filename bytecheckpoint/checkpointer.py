@@ -486,8 +486,7 @@ class Checkpointer:
 
         A checkpoint is valid if its manifest can be decoded and every file exists with its full length; use
         ``Checkpoint.verify`` to check the bytes too. The newest one has the highest step: the step stored in it, or the
-        number at the end of its name if none is stored. Children whose names end in a number are tried from the highest
-        number down. Invalid checkpoints are skipped with a warning.
+        number at the end of its name if none is stored. Invalid checkpoints are skipped with a warning.
 
         Args:
             root: Local path, URL or ``Location`` whose children are checkpoints.
@@ -501,7 +500,8 @@ class Checkpointer:
 
         Raises:
             UsageError: ``root`` is a checkpoint itself, and not the folder above it.
-            NoValidCheckpointError: Saves were made below ``root``, but none of them is valid.
+            NoValidCheckpointError: Saves were made below ``root``, but none of them is valid; or another system made
+                them.
             UnsupportedVersionError: A newer library saved the newest checkpoint.
             StorageError: A storage operation failed.
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..engine.objects import OBJECTS, files_of
@@ -18,7 +18,6 @@ from ..errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptionError,
-    NotACheckpointError,
     NoValidCheckpointError,
     UnsupportedVersionError,
     UsageError,
@@ -27,6 +26,7 @@ from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime import DEFAULT_DEADLINE_S
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
+from .lineage import abandoned_in, order_key, series_of, step_of, trailing_number
 from .location import Location
 from .manifest_file import read_manifest
 from .nearest import open_nearest
@@ -44,8 +44,12 @@ EXCEPTION_KEY = "bytecheckpoint.exception"
 BestMode = Literal["min", "max"]
 """Whether the best checkpoint has the lowest or the highest metric."""
 
-_TRAILING_NUMBER = re.compile(r"(\d+)$")
 _MOST_PROBLEMS_SHOWN = 10
+_MOST_FILES_SHOWN = 3
+_MOST_LOOKS = 10  # for a root whose checkpoints are replaced faster than they are opened
+
+# In a folder whose name ends in a number: a checkpoint of training, and not a model that was downloaded.
+_TRAINING_FILE = re.compile(r"trainer_state\.json|\.metadata|.*\.(pt|pth|ckpt|distcp)")
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +70,7 @@ class CompleteCheckpoint:
     @property
     def step(self) -> int:
         """The step in the manifest, else the number at the end of the name, else -1."""
-        return trailing_number(self.name) if self.manifest.step is None else self.manifest.step
+        return step_of(self.name, self.manifest)
 
 
 def find_newest(
@@ -76,11 +80,11 @@ def find_newest(
     allow_fresh: bool = False,
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> CompleteCheckpoint | None:
-    """Return the complete checkpoint with the highest step among the direct children of ``root``.
+    """Return the newest complete checkpoint among the direct children of ``root``: the last one by ``order_key``.
 
-    Children whose names end in a number are tried from the highest number down until one is complete; all other
-    children are tried too. Each child that is not complete is skipped with a warning, and so is one that was saved on
-    an exception. Reads manifests, names and sizes only.
+    Those that rollbacks have abandoned, and those that were saved on an exception, are ignored. Of names that differ in
+    a number at their end only, the highest number is opened first; if it is the step that is stored there, the others
+    are not opened. Reads manifests, names and sizes only. A warning names each damaged checkpoint.
 
     Args:
         root: Folder whose children are checkpoints.
@@ -93,47 +97,40 @@ def find_newest(
 
     Raises:
         UsageError: ``root`` is a checkpoint itself.
-        NoValidCheckpointError: Saves left traces but no complete checkpoint, and ``allow_fresh`` is False.
+        NoValidCheckpointError: Saves left traces but no complete checkpoint, or there are checkpoints of other systems
+            only, and ``allow_fresh`` is False.
         UnsupportedVersionError: A newer library wrote the newest checkpoint.
         StorageError: The store failed.
     """
     top = open_nearest(root, deadline_s)
-    complete: list[CompleteCheckpoint] = []
-    ignored: list[CompleteCheckpoint] = []
-    problems: list[str] = []
-    for name in sorted(_children(top), key=trailing_number, reverse=True):
-        if trailing_number(name) >= 0 and any(trailing_number(found.name) >= 0 for found in complete):
-            continue
-        if name in excluding:
-            problems.append(f"{name}: loading it failed before")
-            continue
-        try:
-            found = open_complete(root, name, deadline_s)
-            (ignored if is_exception_save(found.manifest) else complete).append(found)
-        except CheckpointNotFoundError:
-            continue  # removed after it was listed
-        except UnsupportedVersionError:
-            raise  # it is probably complete, and resuming from an older one would silently lose work
-        except CheckpointError as error:
-            if _has_traces_of_saves(top, name):
-                problems.append(f"{name}: {error}")
-                _log.warning("skipped an invalid checkpoint: %s", error)
-    if complete:
-        return max(complete, key=lambda found: (found.step, found.name))
+    seen = _look(root, top, excluding, deadline_s)
+    if seen.complete:
+        return max(seen.complete, key=lambda found: order_key(found.name, found.manifest))
     check_is_root(top)
-    if not ignored and top.list_children(f"{OBJECTS}/"):
-        problems.append(f"{OBJECTS}: incremental saves began, and none was committed")
-    for found in ignored:
-        _log.warning("%s is ignored, because it was saved on an exception; it can be loaded by its path", found.name)
-    if problems and not allow_fresh:
-        shown = "".join(f"\n  {problem}" for problem in problems[:_MOST_PROBLEMS_SHOWN])
-        more = len(problems) - _MOST_PROBLEMS_SHOWN
-        raise NoValidCheckpointError(
-            f"no checkpoint below {top.url} can be loaded, although saves left traces there:{shown}"
-            + (f"\n  and {more} more" if more > 0 else "")
-            + "\nRepair one of them, or pass allow_fresh=True to start from scratch."
-        )
+    if not seen.on_exception and top.list_children(f"{OBJECTS}/"):
+        seen.problems[OBJECTS] = "incremental saves began, and none was committed"
+    for name in seen.on_exception:
+        _log.warning("%s is ignored, because it was saved on an exception; it can be loaded by its path", name)
+    if (seen.problems or seen.foreign) and not allow_fresh:
+        raise _no_valid_checkpoint(top, seen)
     return None
+
+
+def _no_valid_checkpoint(top: StorageBackend, seen: _Seen) -> NoValidCheckpointError:
+    problems = [f"{name}: {problem}" for name, problem in seen.problems.items()]
+    problems += [
+        f"{name}: another system saved it ({', '.join(files)}); bcp.load and bcp.open read many of them by their path"
+        for name, files in seen.foreign.items()
+    ]
+    shown = "".join(f"\n  {problem}" for problem in problems[:_MOST_PROBLEMS_SHOWN])
+    more = len(problems) - _MOST_PROBLEMS_SHOWN
+    found = "saves left traces" if seen.problems else "there are checkpoints of other systems"
+    remedy = "Repair one of them" if seen.problems else "Load one of them by its path"
+    return NoValidCheckpointError(
+        f"no checkpoint below {top.url} can be loaded, although {found} there:{shown}"
+        + (f"\n  and {more} more" if more > 0 else "")
+        + f"\n{remedy}, or pass allow_fresh=True to start from scratch."
+    )
 
 
 def find_best(
@@ -145,15 +142,15 @@ def find_best(
 ) -> CompleteCheckpoint | None:
     """Return the complete checkpoint with the lowest or highest ``metric`` among the direct children of ``root``.
 
-    Of equal ones, that of the latest step. None if no checkpoint has the metric. Reads the manifests of all.
+    Of equal ones, the newest. None if no checkpoint has the metric. Reads the manifests of all.
     """
     sign = 1.0 if mode == "min" else -1.0
     found = (
-        (value, one)
-        for one in _all_complete(root, deadline_s)
+        (sign * value, one)
+        for one in all_complete(root, deadline_s)
         if (value := metric_of(one.manifest, metric)) is not None
     )
-    return min(found, key=lambda pair: (sign * pair[0], -pair[1].step), default=(0.0, None))[1]
+    return min(found, key=lambda pair: pair[0], default=(0.0, None))[1]  # the first one of equal ones
 
 
 def find_milestone(
@@ -162,9 +159,101 @@ def find_milestone(
     *,
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> CompleteCheckpoint | None:
-    """Return the complete checkpoint that was saved as this milestone; of several, that of the latest step."""
-    found = (one for one in _all_complete(root, deadline_s) if one.milestone == name)
-    return max(found, key=lambda one: one.step, default=None)
+    """Return the complete checkpoint that was saved as this milestone; of several, the newest."""
+    return next((one for one in all_complete(root, deadline_s) if one.milestone == name), None)
+
+
+def all_complete(root: Location, deadline_s: float) -> list[CompleteCheckpoint]:
+    """Return all complete checkpoints among the direct children of ``root``, the newest first.
+
+    Those that were saved on an exception are not among them; those that a rollback has abandoned are the last ones.
+    """
+    top = open_nearest(root, deadline_s)
+    seen = _look(root, top, (), deadline_s, stops_early=False)
+    if not seen.complete:
+        check_is_root(top)
+    abandoned = seen.abandoned
+    return sorted(seen.complete, key=lambda one: order_key(one.name, one.manifest, abandoned), reverse=True)
+
+
+@dataclass
+class _Seen:
+    """What a search has found among the direct children of a root."""
+
+    abandoned: frozenset[str]  # attempts
+    complete: list[CompleteCheckpoint] = field(default_factory=list)
+    on_exception: list[str] = field(default_factory=list)  # names; of checkpoints that were saved on an exception
+    problems: dict[str, str] = field(default_factory=dict)  # by name, why something that a save left is not complete
+    damaged: list[str] = field(default_factory=list)  # messages
+    foreign: dict[str, list[str]] = field(default_factory=dict)  # by name, files of checkpoints of other systems
+    removed: list[str] = field(default_factory=list)  # names; of what was listed, and was not there any more
+
+
+def _look(
+    root: Location, top: StorageBackend, excluding: Container[str], deadline_s: float, *, stops_early: bool = True
+) -> _Seen:
+    """Search until nothing that was listed has been removed meanwhile, as jobs do after a commit.
+
+    A search that finds nothing is therefore repeated, unless there is nothing, until it finds the same again.
+    """
+    seen, before = _look_once(root, top, excluding, deadline_s, stops_early=stops_early), None
+    for _ in range(_MOST_LOOKS):
+        now = seen.problems, seen.removed
+        if not any(now) or now == before or (seen.complete and not seen.removed):
+            break
+        seen, before = _look_once(root, top, excluding, deadline_s, stops_early=stops_early), now
+    for message in seen.damaged:
+        _log.warning("skipped an invalid checkpoint: %s", message)
+    return seen
+
+
+def _look_once(
+    root: Location, top: StorageBackend, excluding: Container[str], deadline_s: float, *, stops_early: bool
+) -> _Seen:
+    children = top.list_children("")
+    seen, ended = _Seen(abandoned_in(top, children)), set[str]()
+    for name in sorted(_folders(children), key=trailing_number, reverse=True):
+        series, number = series_of(name), trailing_number(name)
+        if number >= 0 and series in ended:
+            continue
+        if name in excluding:
+            seen.problems[name] = "loading it failed before"
+            continue
+        try:
+            found = _open(root, name, deadline_s)
+            if stops_early and found.manifest.attempt in seen.abandoned:
+                command = f"bcp rollback {top.display_url} {found.step}"
+                seen.problems[name] = f"a rollback has abandoned it; to take that back: {command}"
+                continue
+            _check_files_complete(found.backend, found.manifest)
+        except CheckpointNotFoundError:
+            seen.removed.append(name)
+        except CheckpointError as error:
+            if stops_early and isinstance(error, UnsupportedVersionError):
+                raise  # it is probably complete, and resuming from an older one would silently lose work
+            _note_invalid(seen, top, name, error)
+        else:
+            if is_exception_save(found.manifest):
+                seen.on_exception.append(name)
+            else:
+                seen.complete.append(found)
+                if stops_early and found.manifest.step in (None, number):
+                    ended.add(series)
+    return seen
+
+
+def _note_invalid(seen: _Seen, top: StorageBackend, name: str, error: CheckpointError) -> None:
+    children = top.list_children(f"{name}/")
+    if MANIFEST_KEY in children:
+        seen.damaged.append(str(error))
+    elif not any(child.startswith(ATTEMPT_PREFIX) for child in children):
+        files = [child for child in children if _TRAINING_FILE.fullmatch(child)]
+        if not children:
+            seen.removed.append(name)
+        elif files and trailing_number(name) >= 0:
+            seen.foreign[name] = files[:_MOST_FILES_SHOWN]
+        return
+    seen.problems[name] = str(error)  # without a manifest, that of a save in progress or of one that failed
 
 
 def metric_of(manifest: Manifest, metric: str) -> float | None:
@@ -188,36 +277,24 @@ def is_exception_save(manifest: Manifest) -> bool:
     return isinstance(manifest.metadata.get(EXCEPTION_KEY), Mapping)
 
 
-def _all_complete(root: Location, deadline_s: float) -> Iterator[CompleteCheckpoint]:
-    top = open_nearest(root, deadline_s)
-    names = list(_children(top))
-    if not names:
-        check_is_root(top)
-    for name in names:
-        try:
-            found = open_complete(root, name, deadline_s)
-            if not is_exception_save(found.manifest):
-                yield found
-        except (CheckpointNotFoundError, NotACheckpointError):
-            continue
-        except CheckpointError as error:
-            _log.warning("skipped an invalid checkpoint: %s", error)
-
-
 def open_complete(root: Location, name: str, deadline_s: float) -> CompleteCheckpoint:
     """Open the checkpoint of this name below ``root``.
 
     Raises ``CheckpointError`` unless it is complete.
     """
+    found = _open(root, name, deadline_s)
+    _check_files_complete(found.backend, found.manifest)
+    return found
+
+
+def _open(root: Location, name: str, deadline_s: float) -> CompleteCheckpoint:
     backend = open_nearest(root.join(name), deadline_s)
-    manifest = read_manifest(backend)
-    _check_files_complete(backend, manifest)
-    return CompleteCheckpoint(name, backend, manifest)
+    return CompleteCheckpoint(name, backend, read_manifest(backend))
 
 
 def committed_names(root: StorageBackend) -> set[str]:
     """Return the names of the direct children of ``root`` that have a manifest. Reads names only."""
-    return {name for name in _children(root) if MANIFEST_KEY in root.list_children(f"{name}/")}
+    return {name for name in _folders(root.list_children("")) if MANIFEST_KEY in root.list_children(f"{name}/")}
 
 
 def check_is_root(backend: StorageBackend) -> None:
@@ -229,12 +306,6 @@ def check_is_root(backend: StorageBackend) -> None:
             f"{backend.url} is a checkpoint, and not a folder of checkpoints; pass {parent or 'its parent'} instead, "
             f"or open the checkpoint itself with bcp.open or bcp.load"
         )
-
-
-def trailing_number(name: str) -> int:
-    """Return the number at the end of ``name``, or -1 if it ends in none."""
-    number = _TRAILING_NUMBER.search(name)
-    return int(number[1]) if number else -1
 
 
 def _check_files_complete(backend: StorageBackend, manifest: Manifest) -> None:
@@ -249,15 +320,10 @@ def _check_files_complete(backend: StorageBackend, manifest: Manifest) -> None:
         raise CorruptionError(f"{backend.url}: {'; '.join(faults[:_MOST_PROBLEMS_SHOWN])}{more}")
 
 
-def _children(root: StorageBackend) -> Iterator[str]:
-    for child in root.list_children(""):
+def _folders(children: Iterable[str]) -> Iterator[str]:
+    for child in children:
         if child.endswith("/") and child != f"{OBJECTS}/" and not child.startswith(ATTEMPT_PREFIX):
             yield child[:-1]
-
-
-def _has_traces_of_saves(root: StorageBackend, name: str) -> bool:
-    children = root.list_children(f"{name}/")
-    return any(child == MANIFEST_KEY or child.startswith(ATTEMPT_PREFIX) for child in children)
 
 
 Status = Literal["checkpoint", "partial", "broken", "other"]

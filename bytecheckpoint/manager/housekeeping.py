@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, has_expired, job_mark_of, remove_attempt
-from ..checkpoint.discovery import is_exception_save, metric_of, milestone_of, trailing_number
+from ..checkpoint.discovery import is_exception_save, metric_of, milestone_of
+from ..checkpoint.lineage import trailing_number
 from ..checkpoint.location import Location
 from ..checkpoint.manifest_file import decode_manifest, read_manifest
 from ..checkpoint.sweep import remove_files_of, sweep
@@ -79,7 +80,7 @@ class StepNames:
 def expendable(
     retention: Retention, committed: Sequence[Committed], *, keep_exception_saves: int | None = None
 ) -> list[Committed]:
-    """Return the checkpoints that no rule keeps. ``committed`` lists all of them in the order of their commits.
+    """Return the checkpoints that no rule keeps. ``committed`` lists all of them, from the oldest to the newest.
 
     The rules of ``retention`` do not see checkpoints that were saved on an exception; of these, the last ones are kept.
     """
@@ -178,7 +179,7 @@ class Housekeeping(Cleaner):
         self.pending: Callable[[], Iterable[Manifest]] = lambda: ()
         """Returns the manifests in the tier that are not uploaded yet."""
         self._keep_exception_saves = keep_exception_saves
-        self._committed: list[Committed] | None = None  # in the order of their commits; None: unknown
+        self._committed: list[Committed] | None = None  # from the oldest to the newest; None: unknown
         self._thread = Threads(1, thread_name_prefix="bcp-housekeeping")
 
     def _open(self, *name: str) -> StorageBackend:
@@ -219,9 +220,10 @@ class Housekeeping(Cleaner):
             self._committed = None
 
     def _scan_root(self) -> list[Committed]:
-        """Return what earlier jobs committed, in the order of the commits, and remove their unfinished attempts."""
+        """Return what was committed, from the oldest to the newest, and remove unfinished attempts of earlier jobs."""
         found: list[tuple[str, Committed]] = []
-        for name in self._folders():
+        top = self._backend.list_children("")
+        for name in (child[:-1] for child in top if child.endswith("/") and self._names.is_managed(child[:-1])):
             if self.is_expected(name):
                 continue
             children = self._backend.list_children(f"{name}/")
@@ -239,10 +241,6 @@ class Housekeeping(Cleaner):
             self._remove_unneeded(name, [one for one in attempts if not manifest or one != manifest.attempt])
         self._end_uploads()
         return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
-
-    def _folders(self) -> Sequence[str]:
-        names = (child[:-1] for child in self._backend.list_children("") if child.endswith("/"))
-        return [name for name in names if self._names.is_managed(name)]
 
     def _remove_unneeded(self, name: str, attempts: Sequence[str]) -> None:
         """Remove what jobs that ended, and transfers of the day before, have left in a folder."""
