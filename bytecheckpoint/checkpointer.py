@@ -486,7 +486,8 @@ class Checkpointer:
 
         A checkpoint is valid if its manifest can be decoded and every file exists with its full length; use
         ``Checkpoint.verify`` to check the bytes too. The newest one has the highest step: the step stored in it, or the
-        number at the end of its name if none is stored. Invalid checkpoints are skipped with a warning.
+        number at the end of its name if none is stored; those that a rollback has abandoned do not count
+        (``docs/newest.md``). Invalid checkpoints are skipped with a warning.
 
         Args:
             root: Local path, URL or ``Location`` whose children are checkpoints.

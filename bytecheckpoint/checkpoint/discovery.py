@@ -10,6 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,7 +27,7 @@ from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime import DEFAULT_DEADLINE_S
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
-from .lineage import abandoned_in, order_key, series_of, step_of, trailing_number
+from .lineage import Abandoned, OrderKey, abandoned_in, order_key, series_of, step_of, trailing_number
 from .location import Location
 from .manifest_file import read_manifest
 from .nearest import open_nearest
@@ -72,6 +73,10 @@ class CompleteCheckpoint:
         """The step in the manifest, else the number at the end of the name, else -1."""
         return step_of(self.name, self.manifest)
 
+    def order_key(self, abandoned: Container[str] = ()) -> OrderKey:
+        """The key by which checkpoints are sorted from the oldest to the newest."""
+        return order_key(self.name, self.manifest, abandoned)
+
 
 def find_newest(
     root: Location,
@@ -105,7 +110,7 @@ def find_newest(
     top = open_nearest(root, deadline_s)
     seen = _look(root, top, excluding, deadline_s)
     if seen.complete:
-        return max(seen.complete, key=lambda found: order_key(found.name, found.manifest))
+        return max(seen.complete, key=lambda found: found.order_key())
     check_is_root(top)
     if not seen.on_exception and top.list_children(f"{OBJECTS}/"):
         seen.problems[OBJECTS] = "incremental saves began, and none was committed"
@@ -172,8 +177,7 @@ def all_complete(root: Location, deadline_s: float) -> list[CompleteCheckpoint]:
     seen = _look(root, top, (), deadline_s, stops_early=False)
     if not seen.complete:
         check_is_root(top)
-    abandoned = seen.abandoned
-    return sorted(seen.complete, key=lambda one: order_key(one.name, one.manifest, abandoned), reverse=True)
+    return sorted(seen.complete, key=lambda one: one.order_key(seen.abandoned), reverse=True)
 
 
 @dataclass
@@ -211,8 +215,8 @@ def _look_once(
     root: Location, top: StorageBackend, excluding: Container[str], deadline_s: float, *, stops_early: bool
 ) -> _Seen:
     children = top.list_children("")
-    seen, ended = _Seen(abandoned_in(top, children)), set[str]()
-    for name in sorted(_folders(children), key=trailing_number, reverse=True):
+    seen, ended = _Seen(abandoned_in(top, children).attempts), set[str]()
+    for name in sorted(folders_of(children), key=trailing_number, reverse=True):
         series, number = series_of(name), trailing_number(name)
         if number >= 0 and series in ended:
             continue
@@ -220,7 +224,7 @@ def _look_once(
             seen.problems[name] = "loading it failed before"
             continue
         try:
-            found = _open(root, name, deadline_s)
+            found = open_committed(root, name, deadline_s)
             if stops_early and found.manifest.attempt in seen.abandoned:
                 command = f"bcp rollback {top.display_url} {found.step}"
                 seen.problems[name] = f"a rollback has abandoned it; to take that back: {command}"
@@ -282,23 +286,30 @@ def open_complete(root: Location, name: str, deadline_s: float) -> CompleteCheck
 
     Raises ``CheckpointError`` unless it is complete.
     """
-    found = _open(root, name, deadline_s)
+    found = open_committed(root, name, deadline_s)
     _check_files_complete(found.backend, found.manifest)
     return found
 
 
-def _open(root: Location, name: str, deadline_s: float) -> CompleteCheckpoint:
+def open_committed(root: Location, name: str, deadline_s: float) -> CompleteCheckpoint:
+    """Open the checkpoint of this name below ``root`` without a look at its files.
+
+    Raises ``CheckpointError`` if its manifest cannot be read.
+    """
     backend = open_nearest(root.join(name), deadline_s)
     return CompleteCheckpoint(name, backend, read_manifest(backend))
 
 
-def committed_names(root: StorageBackend) -> set[str]:
-    """Return the names of the direct children of ``root`` that have a manifest. Reads names only."""
-    return {name for name in _folders(root.list_children("")) if MANIFEST_KEY in root.list_children(f"{name}/")}
+def committed_names(root: StorageBackend, children: Iterable[str]) -> set[str]:
+    """Return the names of those ``children`` of ``root`` that have a manifest. Reads names only."""
+    return {name for name in folders_of(children) if MANIFEST_KEY in root.list_children(f"{name}/")}
 
 
-def check_is_root(backend: StorageBackend) -> None:
-    """Raise ``UsageError`` if the folder is a checkpoint, or one that was never committed, and not the root of some."""
+def check_is_root(backend: StorageBackend) -> Sequence[str]:
+    """Raise ``UsageError`` if the folder is a checkpoint, or one that was never committed, and not the root of some.
+
+    Returns its children.
+    """
     children = backend.list_children("")
     if MANIFEST_KEY in children or any(child.startswith(ATTEMPT_PREFIX) for child in children):
         parent = backend.url.rstrip("/").rpartition("/")[0]
@@ -306,6 +317,7 @@ def check_is_root(backend: StorageBackend) -> None:
             f"{backend.url} is a checkpoint, and not a folder of checkpoints; pass {parent or 'its parent'} instead, "
             f"or open the checkpoint itself with bcp.open or bcp.load"
         )
+    return children
 
 
 def _check_files_complete(backend: StorageBackend, manifest: Manifest) -> None:
@@ -320,10 +332,10 @@ def _check_files_complete(backend: StorageBackend, manifest: Manifest) -> None:
         raise CorruptionError(f"{backend.url}: {'; '.join(faults[:_MOST_PROBLEMS_SHOWN])}{more}")
 
 
-def _folders(children: Iterable[str]) -> Iterator[str]:
-    for child in children:
-        if child.endswith("/") and child != f"{OBJECTS}/" and not child.startswith(ATTEMPT_PREFIX):
-            yield child[:-1]
+def folders_of(children: Iterable[str]) -> list[str]:
+    """Return the names of those children of a root that may be checkpoints."""
+    others = f"{OBJECTS}/", ATTEMPT_PREFIX
+    return [child[:-1] for child in children if child.endswith("/") and not child.startswith(others)]
 
 
 Status = Literal["checkpoint", "partial", "broken", "other"]
@@ -348,6 +360,7 @@ class Listing:
         tensors: Number of tensors.
         files: Number of data files.
         size: Bytes of all data files.
+        abandoned: Whether a rollback has abandoned it.
     """
 
     name: str
@@ -362,6 +375,7 @@ class Listing:
     tensors: int = 0
     files: int = 0
     size: int = 0
+    abandoned: bool = False
 
 
 def list_checkpoints(root: Location, *, depth: int = 1) -> list[Listing]:
@@ -370,20 +384,39 @@ def list_checkpoints(root: Location, *, depth: int = 1) -> list[Listing]:
     Does not descend into checkpoints, and reads manifests only. Raises ``CheckpointNotFoundError`` if nothing is
     stored at ``root``, and ``StorageError``.
     """
-    found = list(_list_folder(root, ".", depth))
+    found = list(_list_folder(root, ".", depth, Abandoned()))
     if not found:
         raise CheckpointNotFoundError(f"nothing is stored at {root}; check the path")
     return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.name))
 
 
-def _list_folder(root: Location, name: str, depth: int) -> Iterator[Listing]:
+def newest_listed(root: Location, found: Sequence[Listing]) -> str | None:
+    """Return the path of the newest of the listed checkpoints, each of which is in a root at or below ``root``.
+
+    None if there is none that is valid, or if a newer library saved it.
+    """
+    names = [one.name for one in found if one.status == "checkpoint"]
+    if not names or names == ["."]:
+        return "." if names else None
+    newest: list[tuple[OrderKey, str]] = []
+    for parent in {name.rpartition("/")[0] for name in names}:
+        with suppress(CheckpointError):
+            one = find_newest(root.join(parent) if parent else root, allow_fresh=True)
+            if one is not None:
+                newest.append((one.order_key(), f"{parent}/{one.name}" if parent else one.name))
+    return max(newest, default=(None, None))[1]
+
+
+def _list_folder(root: Location, name: str, depth: int, abandoned: Abandoned) -> Iterator[Listing]:
     backend = root.open()
     children = backend.list_children("")
     attempts = [child.rstrip("/") for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")]
     folders = [child[:-1] for child in children if child.endswith("/") and child[:-1] not in (*attempts, OBJECTS)]
     if MANIFEST_KEY in children:
         try:
-            yield _committed(name, backend.url, read_manifest(backend), attempts)
+            manifest = read_manifest(backend)
+            is_abandoned = manifest.attempt in abandoned.attempts
+            yield _committed(name, backend.url, manifest, attempts, is_abandoned=is_abandoned)
         except CheckpointError as error:
             yield Listing(name, backend.url, "broken", str(error), tuple(attempts))
     elif attempts:
@@ -393,12 +426,13 @@ def _list_folder(root: Location, name: str, depth: int) -> Iterator[Listing]:
         yield Listing(name, backend.url, "other", f"it has no {MANIFEST_KEY}")
     if MANIFEST_KEY in children or depth == 0:
         return
+    abandoned = abandoned_in(backend, children)
     for folder in folders:
         child = folder if name == "." else f"{name}/{folder}"
-        yield from _list_folder(root.join(folder), child, depth - 1)
+        yield from _list_folder(root.join(folder), child, depth - 1, abandoned)
 
 
-def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str]) -> Listing:
+def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str], *, is_abandoned: bool) -> Listing:
     return Listing(
         name,
         url,
@@ -411,4 +445,5 @@ def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str])
         tensors=len(manifest.tensors),
         files=len(manifest.files),
         size=manifest.file_bytes,
+        abandoned=is_abandoned,
     )

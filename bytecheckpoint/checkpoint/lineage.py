@@ -8,7 +8,9 @@ not steps: a step that is saved again is a new attempt, and so is a copy of an a
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Container
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgpack
 
@@ -20,7 +22,9 @@ from .attempts import ATTEMPT_PREFIX
 ROLLBACK_KEY = "rollback.msgpack"
 """The object of a root that lists the attempts that rollbacks have abandoned."""
 
-_MAX_BYTES = 64 << 20
+MAX_ROLLBACK_BYTES = 64 << 20
+OrderKey: TypeAlias = tuple[bool, int, str, str]
+
 _TRAILING_NUMBER = re.compile(r"(\d+)$")
 
 
@@ -40,7 +44,7 @@ def step_of(name: str, manifest: Manifest) -> int:
     return trailing_number(name) if manifest.step is None else manifest.step
 
 
-def order_key(name: str, manifest: Manifest, abandoned: Collection[str] = ()) -> tuple[bool, int, str, str]:
+def order_key(name: str, manifest: Manifest, abandoned: Container[str] = ()) -> OrderKey:
     """Return the key by which checkpoints of a root are sorted from the oldest to the newest.
 
     First come those that a rollback has ``abandoned``. Steps decide, and for equal steps the time of the save.
@@ -48,33 +52,45 @@ def order_key(name: str, manifest: Manifest, abandoned: Collection[str] = ()) ->
     return manifest.attempt not in abandoned, step_of(name, manifest), manifest.created, name
 
 
-def abandoned_in(root: StorageBackend, children: Collection[str]) -> frozenset[str]:
-    """Return the attempts that rollbacks have abandoned. ``children`` are those of the root, so that most ask nothing.
+@dataclass(frozen=True)
+class Abandoned:
+    """What rollbacks have abandoned below a root: ``attempts``. ``count`` is the number of rollbacks."""
+
+    attempts: frozenset[str] = frozenset()
+    count: int = 0
+
+    def followed_by(self, attempts: frozenset[str]) -> Abandoned:
+        """Return the record after one more rollback."""
+        return Abandoned(attempts, self.count + 1)
+
+    def encode(self) -> bytes:
+        """Return the content of the root's object."""
+        return bytes(msgpack.packb({"rollbacks": self.count, "abandoned": sorted(self.attempts)}))
+
+    @classmethod
+    def decode(cls, data: bytes, url: str) -> Abandoned:
+        """Raises ``FormatError``, which names the root at ``url``."""
+        try:
+            fields = msgpack.unpackb(data)
+            names, count = fields["abandoned"], fields["rollbacks"]
+            if not all(name.startswith(ATTEMPT_PREFIX) for name in names) or type(count) is not int:
+                raise ValueError("it does not list attempts")
+            return cls(frozenset(names), count)
+        except Exception as error:
+            raise FormatError(
+                f"{url}/{ROLLBACK_KEY} is damaged, so it is unknown which checkpoints a rollback has abandoned "
+                f"({error}). Remove this file, and repeat the rollback: bcp rollback {url} STEP"
+            ) from error
+
+
+def abandoned_in(root: StorageBackend, children: Collection[str]) -> Abandoned:
+    """Return what rollbacks have abandoned. ``children`` are those of the root, so that most roots need no request.
 
     Raises ``FormatError`` if the record is damaged, and ``StorageError``.
     """
     if ROLLBACK_KEY not in children:
-        return frozenset()
+        return Abandoned()
     try:
-        return decode_rollback(root.get(ROLLBACK_KEY, max_size=_MAX_BYTES), root.url)
+        return Abandoned.decode(root.get(ROLLBACK_KEY, max_size=MAX_ROLLBACK_BYTES), root.display_url)
     except KeyNotFoundError:
-        return frozenset()
-
-
-def encode_rollback(abandoned: Collection[str]) -> bytes:
-    """Return the content of the record."""
-    return bytes(msgpack.packb({"abandoned": sorted(abandoned)}))
-
-
-def decode_rollback(data: bytes, url: str) -> frozenset[str]:
-    """Return the attempts in a record. Raises ``FormatError``, which names the root at ``url``."""
-    try:
-        names = msgpack.unpackb(data)["abandoned"]
-        if not all(name.startswith(ATTEMPT_PREFIX) for name in names):
-            raise ValueError("a name in it is not that of an attempt")
-        return frozenset(names)
-    except Exception as error:
-        raise FormatError(
-            f"{url}/{ROLLBACK_KEY} is damaged, so it is unknown which checkpoints a rollback has abandoned: {error}. "
-            f"Remove this file, and repeat the rollback with: bcp rollback {url} STEP"
-        ) from error
+        return Abandoned()

@@ -28,6 +28,7 @@ from ..storage_backends.base import Conditions, ObjectReader
 from ..storage_backends.keys import TEMPORARY_PREFIX
 from ..storage_backends.local.backend import LocalBackend
 from .attempts import ATTEMPT_PREFIX
+from .lineage import ROLLBACK_KEY, Abandoned
 from .location import Location, Silence, Tier
 from .manifest_file import decode_manifest
 
@@ -74,7 +75,10 @@ def open_nearest(location: Location, deadline_s: float = DEFAULT_DEADLINE_S) -> 
 
 
 class NearestBackend(StorageBackend):
-    """Reads data files in ``near`` where they are there, and everything else in ``far``. Writes nothing to ``near``."""
+    """Reads data files in ``near`` where they are there, and everything else in ``far``.
+
+    Writes nothing to ``near``, except the record of a rollback, which a search needs while the store does not answer.
+    """
 
     def __init__(self, tier: Tier, far: StorageBackend, silence: Silence) -> None:
         self._tier, self._near, self._far, self.options = tier, open_tier(tier.path, far), far, far.options
@@ -127,6 +131,8 @@ class NearestBackend(StorageBackend):
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         if key == MANIFEST_KEY:
             return self._manifest(max_size)
+        if key == ROLLBACK_KEY:
+            return self._rollback(max_size)
         return self._read(key, lambda store: store.get(key, max_size=max_size))
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
@@ -155,7 +161,11 @@ class NearestBackend(StorageBackend):
         near = self._near.list_children(prefix)
         if far is not None and prefix in ("", f"{OBJECTS}/"):
             # A checkpoint that is here and not in the store was removed there, unless its upload is unfinished.
-            near = [name for name in near if name in far or _is_pending(os.path.join(self._near.url, name))]
+            near = [
+                name
+                for name in near
+                if name in far or name == ROLLBACK_KEY or _is_pending(os.path.join(self._near.url, name))
+            ]
         return sorted({*near, *(far or ())})
 
     def _read(self, key: str, read: Callable[[StorageBackend], _T]) -> _T:
@@ -192,6 +202,20 @@ class NearestBackend(StorageBackend):
             return near
         return near if is_pending and _is_later(near, far) else far
 
+    def _rollback(self, max_size: int | None) -> bytes:
+        """Return the record of the store, unless it cannot be read, or could not be put when a job went back."""
+        try:
+            near = self._near.get(ROLLBACK_KEY, max_size=max_size)
+        except KeyNotFoundError:
+            return self._far.get(ROLLBACK_KEY, max_size=max_size)
+        try:
+            with self._asking():
+                far = self._far.get(ROLLBACK_KEY, max_size=max_size)
+        except StorageError:  # it is missing there, or the store does not answer
+            return near
+        counts = [Abandoned.decode(one, self.display_url).count for one in (near, far)]
+        return near if counts[0] > counts[1] else far
+
     def _of_store(self, read: Callable[[], _T], otherwise: _T) -> _T:
         try:
             with self._asking():
@@ -226,7 +250,15 @@ class NearestBackend(StorageBackend):
         return self._far.conditions()
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
-        return self._far.put(key, data, if_absent=if_absent, if_version=if_version)
+        if key != ROLLBACK_KEY:
+            return self._far.put(key, data, if_absent=if_absent, if_version=if_version)
+        version = self._near.put(key, data)
+        try:
+            with self._asking():
+                self._far.put(key, data)
+        except StorageError as error:
+            _log.warning("%s: the rollback is recorded in %s only: %s", self.display_url, self._near.url, error)
+        return version
 
     def create(self, key: str, size: int) -> ObjectWriter:
         return self._far.create(key, size)

@@ -8,7 +8,7 @@ from ..version import VERSION
 from .copying import copy_command, upload_command
 from .huggingface import export_command, import_command
 from .inspection import inspect_command, latest_command, ls_command, verify_command
-from .maintenance import average_command, diff_command, reshard_command, rm_command, trace_command
+from .maintenance import average_command, diff_command, reshard_command, rm_command, rollback_command, trace_command
 from .options import EXIT_CODES
 from .push import push_command
 
@@ -38,6 +38,7 @@ for _command in (
     copy_command,
     upload_command,
     rm_command,
+    rollback_command,
     trace_command,
     push_command,
 ):

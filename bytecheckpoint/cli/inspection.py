@@ -12,7 +12,15 @@ import numpy as np
 
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.discovery import BestMode, Listing, find_best, find_milestone, find_newest, list_checkpoints
+from ..checkpoint.discovery import (
+    BestMode,
+    Listing,
+    find_best,
+    find_milestone,
+    find_newest,
+    list_checkpoints,
+    newest_listed,
+)
 from ..checkpoint.location import Location
 from ..codecs import PlainCodec
 from ..errors import CheckpointNotFoundError
@@ -48,8 +56,7 @@ def ls_command(out: Output, at: Locate, root: str, *, depth: int, incomplete: bo
         list_incomplete(out, at, root)
         return
     found = list_checkpoints(at(root), depth=depth)
-    steps = [one for one in found if one.status == "checkpoint" and one.step is not None]
-    latest = steps[-1].name if steps else None
+    latest = newest_listed(at(root), found)
     out.document({"root": root, "latest": latest, "entries": [_listing(one) for one in found]})
     rows = [
         (one.name, _text(one.step), one.created[:19], size_text(one.size), one.world_size, ", ".join(one.sections))
@@ -60,7 +67,9 @@ def ls_command(out: Output, at: Locate, root: str, *, depth: int, incomplete: bo
     for one in found:
         if one.status != "checkpoint":
             out.line(f"{one.name}: {one.status}, not a checkpoint: {one.problem}")
-        elif one.attempts:
+        elif one.abandoned:
+            out.line(f"{one.name}: abandoned by a rollback")
+        if one.status == "checkpoint" and one.attempts:
             out.line(f"{one.name}: {len(one.attempts)} uncommitted attempt(s), left by failed saves or in progress")
     if any(one.status == "broken" for one in found):
         raise click.exceptions.Exit(EXIT_CORRUPT)

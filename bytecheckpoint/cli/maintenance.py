@@ -10,6 +10,7 @@ import click
 
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.rollback import roll_back
 from ..checkpointer import session_of
 from ..convert.average import average
 from ..convert.copy import remove
@@ -222,6 +223,22 @@ def rm_command(out: Output, at: Locate, checkpoint: str, *, yes: bool, incomplet
         out.line(f"files that no checkpoint needs may remain: {report.problem}")
     if report.left:
         out.line(f"{len(report.left)} other object(s) are still there: {', '.join(report.left[:5])}")
+
+
+@command("rollback")
+@click.argument("root")
+@click.argument("step", type=click.IntRange(0))
+def rollback_command(out: Output, at: Locate, root: str, step: int) -> None:
+    """Let the checkpoint of STEP be the newest one below ROOT, and abandon those of later steps.
+
+    No search for the newest checkpoint returns abandoned ones, so that the next job resumes from STEP. Nothing is
+    removed, and a rollback to a later step takes it back. Refuses a root below which a job saves.
+    """
+    report = roll_back(at(root), step)
+    out.document({"root": root, **asdict(report), "abandoned": list(report.abandoned)})
+    for name in report.abandoned:
+        out.line(f"{name}: abandoned")
+    out.line(f"{report.url} is the newest checkpoint")
 
 
 @command("trace", uses_storage=False)

@@ -132,10 +132,14 @@ class SavesInFlight:
             self.collect(op)
         op.barrier(EARLIER_SAVES)
 
-    def finish(self, op: Operation) -> bool:
-        """Wait for all saves of this rank. Returns and raises like ``collect``."""
+    def settle(self) -> None:
+        """Wait until it is known what this rank's saves have committed."""
         for handle in self._saves:
             failure_of(handle)
+
+    def finish(self, op: Operation) -> bool:
+        """Wait for all saves of this rank. Returns and raises like ``collect``."""
+        self.settle()
         return self.collect(op)
 
     def drain(self) -> None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, has_expired, job_mark_of, remove_attempt
 from ..checkpoint.discovery import is_exception_save, metric_of, milestone_of
-from ..checkpoint.lineage import trailing_number
+from ..checkpoint.lineage import OrderKey, order_key, trailing_number
 from ..checkpoint.location import Location
 from ..checkpoint.manifest_file import decode_manifest, read_manifest
+from ..checkpoint.rollback import complete_rollback
 from ..checkpoint.sweep import remove_files_of, sweep
 from ..engine.objects import OBJECTS, files_of
 from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UsageError
@@ -194,6 +195,13 @@ class Housekeeping(Cleaner):
         """Once this save is committed, forget it and remove the checkpoints that no rule keeps. Returns at once."""
         self._thread.submit(self._after_save, save, saved)
 
+    def reorder(self) -> None:
+        """Find out again, after the next commit, which checkpoints are the oldest: a rollback has abandoned some."""
+        self._thread.submit(self._forget_order)
+
+    def _forget_order(self) -> None:
+        self._committed = None
+
     def close(self) -> None:
         """Finish all work and end the thread."""
         self._thread.shutdown(wait=True)
@@ -221,8 +229,9 @@ class Housekeeping(Cleaner):
 
     def _scan_root(self) -> list[Committed]:
         """Return what was committed, from the oldest to the newest, and remove unfinished attempts of earlier jobs."""
-        found: list[tuple[str, Committed]] = []
+        found: list[tuple[OrderKey, Committed]] = []
         top = self._backend.list_children("")
+        abandoned = complete_rollback(self._root, self._backend, top).attempts
         for name in (child[:-1] for child in top if child.endswith("/") and self._names.is_managed(child[:-1])):
             if self.is_expected(name):
                 continue
@@ -237,10 +246,11 @@ class Housekeeping(Cleaner):
                     continue
                 metric = metric_of(manifest, self._retention.metric or "")
                 marks = milestone_of(manifest) is not None, is_exception_save(manifest)
-                found.append((manifest.created, Committed(name, trailing_number(name), metric, *marks)))
+                one = Committed(name, trailing_number(name), metric, *marks)
+                found.append((order_key(name, manifest, abandoned), one))
             self._remove_unneeded(name, [one for one in attempts if not manifest or one != manifest.attempt])
         self._end_uploads()
-        return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
+        return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
     def _remove_unneeded(self, name: str, attempts: Sequence[str]) -> None:
         """Remove what jobs that ended, and transfers of the day before, have left in a folder."""

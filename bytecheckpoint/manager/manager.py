@@ -25,9 +25,12 @@ from ..checkpoint.discovery import (
     find_best,
     find_milestone,
     find_newest,
+    folders_of,
 )
 from ..checkpoint.lease import HEARTBEATS_PER_LEASE, Lease, check_holder
 from ..checkpoint.location import AnyLocation, Location, Tier
+from ..checkpoint.nearest import open_tier
+from ..checkpoint.rollback import abandon_later
 from ..checkpoint.selection import Selection
 from ..checkpointer import Checkpointer, session_of
 from ..control.base import Operation
@@ -50,6 +53,8 @@ from .tier import TierFolder
 _MIN_DEADLINE_S = 1.0  # of a save on preemption, even if the grace period is already over
 
 State: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+
+_MOST_NAMES_SHOWN = 3
 
 _LEAVE_ON_SIGTERM = Preemption()
 
@@ -132,6 +137,7 @@ class CheckpointManager:
         self._async = async_save
         self._preemption = preemption if preemption is not None else Preemption(signals=())
         self._last_step: int | None = None  # that this rank completed since it started or resumed
+        self._highest_step = 0  # of the names below the root, until a save; then its step
         # The first operation reports an invalid value to all ranks, within a deadline that may be invalid, too.
         self._rounds = CoordinationRounds(self._session, deadline_of(job) or DEFAULT_DEADLINE_S)
         self._resources = ManagerResources(self, self.root)
@@ -360,6 +366,10 @@ class CheckpointManager:
     ) -> SaveHandle | None:
         """Save ``state`` if a save is due. Call it once per iteration of the training loop, after the training step.
 
+        A step that is lower than that of a checkpoint below the root means that the job has gone back to an earlier
+        one: the checkpoints of higher steps are abandoned, so that ``latest`` and ``resume`` ignore them
+        (``docs/newest.md``).
+
         Most calls return None immediately. If a rank does not call ``save`` while the others wait for it, their
         ``DeadlineError`` names that rank.
 
@@ -568,8 +578,37 @@ class CheckpointManager:
                 self._coordinator.save_failed()
             decision = self._coordinator.decide(op, call, is_busy=is_busy)
             if decision.save:
+                with op.phase("rollback"):
+                    if op.rank == 0:
+                        self._abandon_later(step)
                 in_flight.wait_for_room(op)
             return decision
+
+    def _abandon_later(self, step: int) -> None:
+        """If this job has gone back to an earlier step, abandon what was saved after it. On rank 0."""
+        names: list[str] = []
+        if step < self._highest_step:
+            self._resources.in_flight.settle()
+            step_of = self._names.step_of
+            names = abandon_later(
+                self.root,
+                step,
+                is_earlier=lambda name: (named := step_of(name)) is not None and named <= step,
+                deadline_s=self._job.deadline_s,
+            )
+        self._highest_step = step
+        if not names:
+            return
+        if self._resources.housekeeping is not None:
+            self._resources.housekeeping.reorder()
+        _log.warning(
+            "%s: step %d is saved after steps that are higher, so this job has gone back: %s are abandoned. latest and "
+            "resume ignore them; to take that back: bcp rollback %s STEP",
+            self.root,
+            step,
+            ", ".join(names if len(names) <= _MOST_NAMES_SHOWN else [names[0], "...", names[-1]]),
+            self.root,
+        )
 
     @contextmanager
     def _ending_saves_on_failure(self) -> Iterator[None]:
@@ -654,7 +693,11 @@ class CheckpointManager:
 
     def _acquire_root(self) -> None:
         held, backend = self._resources, self.root.open(self._job.deadline_s)
-        check_is_root(backend)
+        children = list(check_is_root(backend))
+        if self.root.tier is not None:
+            children += open_tier(self.root.tier.path, backend).list_children("")
+        steps = (self._names.step_of(name) for name in folders_of(children))
+        self._highest_step = max((step for step in steps if step is not None), default=0)
         here = PeerIdentity.of_this_process(0)
         interval_s = self._job.lease_s / HEARTBEATS_PER_LEASE
         held.lease = Lease.acquire(backend, here, interval_s=interval_s, is_unwanted=held.finish_if_abandoned)

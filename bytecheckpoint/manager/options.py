@@ -99,11 +99,11 @@ class Cadence:
 class Retention:
     """Which checkpoints a ``CheckpointManager`` keeps. A checkpoint is kept if any rule keeps it.
 
-    The checkpoint that was committed last and all milestones (``CheckpointManager.save``) are always kept. Without any
-    rule, all checkpoints are kept.
+    The newest checkpoint (``docs/newest.md``) and all milestones (``CheckpointManager.save``) are always kept. Without
+    any rule, all checkpoints are kept.
 
     Args:
-        last: Keep this many of the checkpoints that were committed last.
+        last: Keep this many of the newest checkpoints. Those that a rollback has abandoned count as the oldest.
         every_steps: Keep all checkpoints whose step is a multiple of this number.
         best: Keep this many of the checkpoints with the best ``metric``. Of equal ones, those of later steps are kept.
         metric: The key in the ``metrics`` of ``CheckpointManager.save`` to compare; required with ``best``. Checkpoints

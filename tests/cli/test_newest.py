@@ -56,7 +56,7 @@ def test_of_equal_steps_the_one_that_was_saved_last(tmp_path: Path) -> None:
 
 
 def test_names_that_are_steps_are_not_all_opened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever opened the others would warn about them."""
+    """A search that opened the others would warn about them."""
     _save(tmp_path, **{"step-100": 100})
     for step in range(20):
         (tmp_path / f"step-{step}").mkdir()

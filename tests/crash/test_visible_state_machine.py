@@ -86,9 +86,9 @@ class VisibleState(RuleBasedStateMachine):
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="bytecheckpoint-model-"))
         self.seen: dict[str, float] = {}
-        self.created: dict[str, float] = {}
         self.broken: set[str] = set()
         self.traces: set[str] = set()
+        self.abandoned: set[str] = set()
         self.number = 0.0
         _log.setLevel(logging.CRITICAL)  # thousands of saves fail on purpose
 
@@ -102,12 +102,17 @@ class VisibleState(RuleBasedStateMachine):
 
     def _committed(self, name: str, value: float) -> None:
         self.seen[name] = value
-        self.created[name] = value  # values increase over time
         self.broken.discard(name)
+        self.abandoned.discard(name)
+
+    def _gone(self, name: str) -> None:
+        del self.seen[name]
+        self.broken.discard(name)
+        self.abandoned.discard(name)
 
     def _order(self) -> list[str]:
-        """Return the checkpoints in the order of their commits; a copy has the time of its source."""
-        return sorted(self.seen, key=lambda name: (self.created[name], int(name[5:])))
+        """Return the checkpoints from the oldest to the newest."""
+        return sorted(self.seen, key=lambda name: (name not in self.abandoned, int(name[5:])))
 
     @rule(step=STEPS, asynchronous=st.booleans())
     def save(self, step: int, asynchronous: bool) -> None:
@@ -139,19 +144,18 @@ class VisibleState(RuleBasedStateMachine):
                 if manager.save(step, _state(value), force=True) is None:
                     continue  # this step was saved last
                 manager.wait()
+                self.abandoned |= {one for one in self.seen if int(one[5:]) > step}  # the job has gone back
                 self._committed(name, value)
                 committed = [Committed(one, int(one[5:])) for one in self._order()]
                 for gone in expendable(bcp.Retention(last=last, every_steps=every), committed):
-                    del self.seen[gone.name]
-                    self.broken.discard(gone.name)
+                    self._gone(gone.name)
 
     @rule(step=STEPS)
     def remove(self, step: int) -> None:
         name = f"step-{step}"
         if name in self.seen:
             shutil.rmtree(self.root / name)
-            del self.seen[name]
-            self.broken.discard(name)
+            self._gone(name)
             self.traces.discard(name)
 
     @rule(source=STEPS, into=STEPS)
@@ -189,13 +193,13 @@ class VisibleState(RuleBasedStateMachine):
 
     @invariant()
     def latest_is_the_highest_valid_step(self) -> None:
-        valid = [int(name[5:]) for name in self.seen if name not in self.broken]
+        valid = [int(name[5:]) for name in self.seen if name not in self.broken | self.abandoned]
         if valid:
             found = bcp.latest(self.root)
             assert found is not None
             assert Path(found.url).name == f"step-{max(valid)}"
             assert _value(found.url) == self.seen[f"step-{max(valid)}"]
-        elif self.broken or any((self.root / name).exists() for name in self.traces):
+        elif self.broken or self.abandoned or any((self.root / name).exists() for name in self.traces):
             with pytest.raises(NoValidCheckpointError):
                 bcp.latest(self.root)
         else:
