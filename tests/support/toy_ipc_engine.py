@@ -115,8 +115,6 @@ class _IpcFront(_Front):
         if self.path == "/collective_rpc":
             assert document["method"] == "update_weights_from_ipc"
             return {"results": self._update(document["args"][0])}
-        if self.path == "/update_weights_from_ipc":
-            return {"success": True, "message": self._update(document["zmq_handles"])}
         if self.path == "/look":
             names = ("digests", "buckets", "descriptors", "memories")
             seen = dict(zip(names, zip(*self._all("look", None), strict=True), strict=True))

@@ -1,7 +1,10 @@
 """Engines that are set up for checkpoint-engine, without bytecheckpoint in their workers.
 
-Each worker reads entire tensors from memory that rank 0 shares with it (see ``relay.py``), in two buckets: the sender
-fills one while the workers load the other. The buckets on GPUs have run on one GPU.
+Such workers request no parts of tensors, offer no memory and verify nothing. Rank 0 therefore runs the receiver of the
+engine in its own process. To the senders, the engine has one worker, which requests every tensor completely. It passes
+them on in memory that rank 0 shares with the workers, in two buckets: the sender fills one while the workers load the
+other. Rank 0 has no lease on the engine; when rank 0 is killed, a guard process on its host ends the pause. The buckets
+on GPUs have run on one GPU.
 """
 
 from __future__ import annotations
@@ -10,43 +13,50 @@ import functools
 import logging
 import os
 import ssl
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
-from ...errors import EngineError, StateError, UsageError
+from ...errors import DeadlineError, EngineError, StateError, UsageError
+from ...runtime.threads import run_daemon
+from .block_quantization import Blocks
 from .checkpoint_engine_update import Handle, Update, zeromq
+from .engine_model import EngineModel
+from .engines.base import split_target
 from .engines.rpc import PauseMode
-from .engines.vllm import MissingEndpoint
-from .relay import RelayEngine, RelayModel
+from .engines.vllm import HttpEngine
+from .guard import ExitGuard
+from .messages import decode
+from .receiver import Receiver
 from .transports.cuda_ipc import GPU_PREFIX, visible_gpus
 from .transports.shared_memory import SharedArena
 
 _BUCKET_BYTES = 512 << 20
-_Named = tuple[str, torch.Tensor, torch.dtype]
-
+_PATIENCE = 0.8  # of a sender's deadline: the error of this end names the silent worker, so it must come first
 _UNBOUNDED_S = 7 * 86400.0
 _LATE_S = 5.0
 
 _log = logging.getLogger(__name__)
 
 
-class IpcEngine(RelayEngine):
-    """An engine on this host whose workers have checkpoint-engine's ``update_weights_from_ipc``.
+class IpcEngine(HttpEngine):
+    """A vLLM server on this host whose workers have checkpoint-engine's ``update_weights_from_ipc``.
 
-    This is vLLM with ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls
-    checkpoint_engine.worker.VllmColocateWorkerExtension``. It needs pyzmq, and must be made on
-    rank 0. Every worker gets every tensor completely. Weights change in place, tensor by tensor. The workers do not
-    know their version; this object reports what it has pushed itself. Workers on GPUs have never been tested.
+    Start it with ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls
+    checkpoint_engine.worker.VllmColocateWorkerExtension``. It needs pyzmq, and must be made on rank 0. Every worker
+    gets every tensor completely. Weights change in place, tensor by tensor. The workers do not know their version; this
+    object reports what it has pushed itself. Workers on GPUs have never been tested.
 
     Args:
         url: The address of the server.
         devices: The names of the workers' devices, "GPU-<uuid>" each; by default all GPUs that this process sees.
         bucket_bytes: The size of each of two buckets, on every GPU and in pinned host memory. A larger tensor needs
             larger buckets.
-        dtype: Cast wider floating tensors to this dtype; by default none is cast.
         pause: What happens to running requests; see ``HttpEngine``.
         headers: Sent with every request, for a proxy that authenticates.
         token: Sent as ``Authorization: Bearer``.
@@ -66,53 +76,63 @@ class IpcEngine(RelayEngine):
         *,
         devices: Sequence[str] | None = None,
         bucket_bytes: int = _BUCKET_BYTES,
-        dtype: torch.dtype | None = None,
         pause: PauseMode = "wait",
         headers: Mapping[str, str] | None = None,
         token: str | None = None,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
+        super().__init__(url, pause=pause, headers=headers, token=token, ssl_context=ssl_context)
         zeromq()
         named = list(visible_gpus() if devices is None else devices)
-        model = _WholeModel(self, named, bucket_bytes, dtype)
-        super().__init__(url, model, pause=pause, headers=headers, token=token, ssl_context=ssl_context)
         if not named or len(set(named)) < len(named):
             raise UsageError(
                 f"{self.name} needs the names of its workers' devices, each once, as this process "
                 + ("sees no GPU" if devices is None else f"was given {named}")
             )
         gpus_of(named)
-        self._can_pause = True
-        self._collective = True
+        self._model = _WholeModel(self, named, bucket_bytes)
+        self._receiver = Receiver(self._model, logging.DEBUG)  # this process raises failures as well
+        self._busy = threading.Lock()
+
+    @functools.cached_property
+    def guard(self) -> ExitGuard:
+        return ExitGuard(self._tls)
+
+    def call(self, request: str, timeout_s: float) -> list[str]:
+        end = time.monotonic() + timeout_s
+        target, _ = split_target(request)
+        if target is not None:
+            raise StateError(f"{self.name} accepts only its model, because its protocol has no other targets")
+        if not self._busy.acquire(timeout=timeout_s):
+            raise DeadlineError(f"{self.name} still handles an earlier request")
+        try:
+            message = decode(request)
+            if "deadline_s" in message:
+                self._model.patience_s = _PATIENCE * message["deadline_s"]
+            self._model.end = end
+            # In a thread: an interrupt of this one must not leave the engine with a part of the weights.
+            answered = run_daemon(lambda: self._receiver.answer(request), "bcp-push-relay")
+        except BaseException:
+            self._busy.release()
+            raise
+        answered.add_done_callback(lambda _: self._busy.release())
+        return [answered.result()]  # the model observes the deadline, and reports what is late
+
+    @property
+    def address(self) -> dict[str, Any] | None:
+        return None  # its workers have no receiver, so they do not know what they serve
 
     def pause(self, timeout_s: float) -> None:
-        self._can_pause = True
         self.resume_on_exit()
-        try:
-            super().pause(timeout_s)
-        except MissingEndpoint:
-            self._can_pause = False
-            self.on_exit()
+        super().pause(timeout_s)
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        if not self._can_pause:
-            return
         super().resume(version, timeout_s, changed=changed)
-        self.on_exit()
+        self.guard.on_exit()
 
     def resume_on_exit(self) -> None:
         """Make the guard end the pause if this process is killed. Call it while the engine serves one version."""
-        if self._can_pause:
-            self.on_exit(("/resume", None))
-
-    @property
-    def may_raise(self) -> bool:
-        """Whether workers may end an update by an exception.
-
-        vLLM reads only the answer of the first worker that raises, and uses the others as answers to its next
-        requests. Other engines expect an exception when an update fails.
-        """
-        return not self._collective
+        self.guard.on_exit(resume=(f"{self.name}/resume", self._headers))
 
     def run_update(self, names: Mapping[str, str]) -> None:
         """Make the workers connect to sockets. Returns when they have ended the update.
@@ -125,44 +145,62 @@ class IpcEngine(RelayEngine):
         Raises:
             EngineError: The engine failed, or has no endpoint for updates.
         """
-        if self._collective:
-            try:
-                self._post("/collective_rpc", {"method": "update_weights_from_ipc", "args": [names]}, _UNBOUNDED_S)
-                return
-            except MissingEndpoint:
-                self._collective = False
-        try:
-            self._post("/update_weights_from_ipc", {"zmq_handles": names}, _UNBOUNDED_S)
-        except MissingEndpoint:
-            self._collective = True
-            raise EngineError(
-                f"{self.name} has neither /collective_rpc nor /update_weights_from_ipc; start vLLM with "
-                "VLLM_SERVER_DEV_MODE=1"
-            ) from None
+        self._post("/collective_rpc", {"method": "update_weights_from_ipc", "args": [names]}, _UNBOUNDED_S)
+
+    def close(self) -> None:
+        self._receiver.close()
+        if "guard" in vars(self) and not self._model.is_busy:
+            self.guard.close()
+            del self.guard
 
 
-class _WholeModel(RelayModel):
-    """Passes tensors on in buckets."""
+class _WholeModel(EngineModel):
+    """Requests every tensor completely, and passes on what it loads in buckets."""
 
-    def __init__(self, engine: IpcEngine, devices: list[str], bucket_bytes: int, dtype: torch.dtype | None) -> None:
-        super().__init__(dtype)
-        self._engine, self.devices, self._bucket_bytes = engine, devices, bucket_bytes
+    quantized = False
+    blocks: Blocks | None = None
+
+    def __init__(self, engine: IpcEngine, devices: list[str], bucket_bytes: int) -> None:
+        self._engine, self._devices, self._bucket_bytes = engine, devices, bucket_bytes
         self._last: Update | None = None
+        self.patience_s = self.end = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine still handles an update, which needs the guard."""
+        return self._last is not None and not self._last.join(0)
+
+    def make(self) -> nn.Module:
+        return nn.Module()
+
+    def run_loader(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").copy_(tensor)
+
+    def restore(self) -> bool:
+        return False
+
+    def clear_caches(self) -> None:
+        """Does nothing: there is no request for it."""
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._last is not None and not self._last.join(min(_LATE_S, self.end - time.monotonic())):
             raise EngineError(
                 f"{self._engine.name} has not ended an earlier update that failed; is one of its workers stopped?"
             )
-        named = [(name, tensor, self.sent_as(tensor.dtype)) for name, tensor in weights]
-        sizes = [align_tensor(tensor.numel() * dtype.itemsize) for _, tensor, dtype in named]
-        longest = max(sizes)
-        buckets = make_buckets(self.devices, max(min(align_tensor(self._bucket_bytes), sum(sizes)), longest), longest)
+        named = list(weights)
+        sizes = [align_tensor(tensor.nbytes) for _, tensor in named]
+        nbytes = max(min(align_tensor(self._bucket_bytes), sum(sizes)), max(sizes))
+        buckets = make_buckets(self._devices, nbytes)
+        guard = self._engine.guard
         try:
-            update = self._begin()
+            self._last = update = Update(
+                self._engine.name, self._engine.run_update, self._devices, guard, self.patience_s, self.end
+            )
             try:
                 update.begin(buckets.handles)
-                self._engine.on_exit(is_partial=True)  # from here on
+                fault = f"{self._engine.name} has a part of a version and is left paused; push again, or restart it"
+                guard.on_exit(fault=fault)  # from here on
                 self._send(named, sizes, buckets, update)
                 update.send(None)  # the workers release the memory
                 update.wait()
@@ -180,29 +218,22 @@ class _WholeModel(RelayModel):
         finally:
             buckets.close()
 
-    def _send(self, named: Sequence[_Named], sizes: Sequence[int], buckets: Buckets, update: Update) -> None:
+    def _send(
+        self, named: Sequence[tuple[str, torch.Tensor]], sizes: Sequence[int], buckets: Buckets, update: Update
+    ) -> None:
         """Send tensors in runs that fit into a bucket; one bucket is filled while the workers read the other."""
         for number, (begin, stop) in enumerate(_runs(sizes, buckets.nbytes)):
             half, rows, offset = number % 2, [], 0
             bucket = buckets.bucket(half)
-            for (name, tensor, dtype), size in zip(named[begin:stop], sizes[begin:stop], strict=True):
-                nbytes = tensor.numel() * dtype.itemsize
-                bucket[offset : offset + nbytes].view(dtype).view(tensor.shape).copy_(tensor)
+            for (name, tensor), size in zip(named[begin:stop], sizes[begin:stop], strict=True):
+                bucket[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
                 place = half * buckets.nbytes + offset
-                rows.append({"name": name, "dtype": dtype, "shape": tensor.shape, "offset": place})
+                rows.append({"name": name, "dtype": tensor.dtype, "shape": tensor.shape, "offset": place})
                 offset += size
             buckets.publish(half, offset)
             update.wait()
             update.send(rows)
         update.wait()
-
-    def _begin(self) -> Update:
-        self._last = Update(self._engine, self.devices, self._engine.guard, self.patience_s, self.end)
-        return self._last
-
-    @property
-    def is_busy(self) -> bool:
-        return self._last is not None and not self._last.join(0)
 
 
 def _runs(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
@@ -315,21 +346,16 @@ def gpus_of(devices: Sequence[str]) -> list[int]:
     return [visible[name] for name in found]
 
 
-def make_buckets(devices: Sequence[str], most: int, least: int) -> Buckets:
-    """Make buckets for a worker on each device, of ``most`` bytes, or of less where memory is short.
+def make_buckets(devices: Sequence[str], nbytes: int) -> Buckets:
+    """Make two buckets of ``nbytes`` for a worker on each device.
 
-    Raises ``EngineError`` when memory does not suffice for ``least``, and ``StateError`` like ``gpus_of``.
+    Raises ``EngineError`` when memory does not suffice, and ``StateError`` like ``gpus_of``.
     """
-    gpus, nbytes = gpus_of(devices), most
-    while True:
-        try:
-            return CudaBuckets(gpus, nbytes) if gpus else HostBuckets(len(devices), nbytes)
-        except (EngineError, RuntimeError) as error:  # torch raises the latter when memory is short
-            if nbytes <= least:
-                raise EngineError(
-                    f"no memory for two buckets of {nbytes:,} bytes, the size of the largest tensor, on "
-                    f"{', '.join(devices)} and on the host; the engine must leave that much ({error})"
-                ) from error
-            nbytes = max(align_tensor(nbytes // 2), least)
-        if gpus:
-            torch.cuda.empty_cache()
+    gpus = gpus_of(devices)
+    try:
+        return CudaBuckets(gpus, nbytes) if gpus else HostBuckets(len(devices), nbytes)
+    except (EngineError, RuntimeError) as error:  # torch raises the latter when memory is short
+        raise EngineError(
+            f"no memory for two buckets of {nbytes:,} bytes on {', '.join(devices)} and on the host; the engine must "
+            f"leave that much, or pass IpcEngine smaller bucket_bytes ({error})"
+        ) from error

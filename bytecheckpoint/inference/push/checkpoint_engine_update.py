@@ -2,8 +2,8 @@
 
 A request to the engine makes each worker connect to its own socket, answer the messages that arrive there, and
 return after the last one. Workers wait for messages without a bound. Whatever goes wrong, this end therefore releases
-every worker, including one that connects only later: by an exception that the worker raises, or, for an engine that
-does not survive one, by going to the end of the update at once.
+every worker, including one that connects only later, by going to the end of the update at once: a worker that raised
+an exception would end the engine.
 
 The protocol pickles the messages to the workers. The workers' answers are text; nothing is unpickled here.
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -48,19 +48,6 @@ def zeromq() -> Any:
     return zmq
 
 
-class UpdateClient(Protocol):
-    """Starts updates in an engine."""
-
-    name: str
-
-    @property
-    def may_raise(self) -> bool:
-        """Whether workers may end an update by an exception."""
-
-    def run_update(self, names: Mapping[str, str]) -> None:
-        """Make the workers connect to these sockets, by device. Returns when the engine reports the end."""
-
-
 @dataclass
 class _Worker:
     """``has_begun`` when the worker got its handle; ``owes_answer`` while a message is unanswered."""
@@ -71,20 +58,30 @@ class _Worker:
     has_begun: bool = False
     owes_answer: bool = False
 
+    @property
+    def last_messages(self) -> list[Any]:
+        return [None, None] if self.has_begun else [_NO_MEMORY, None, None]
+
 
 class Update:
-    """One update, for one thread. It ends by ``finish`` or ``give_up``.
+    """One update of ``engine``, for one thread. It ends by ``finish`` or ``give_up``.
 
-    Each answer may take ``patience_s``, and no wait lasts beyond ``end`` (of ``time.monotonic()``). ``guard`` releases
-    the workers if this process is killed. Another update of the same engine must not begin before ``join`` returns
-    True.
+    ``request`` makes the workers connect to sockets, by device, and returns when the engine reports the end. Each
+    answer may take ``patience_s``, and no wait lasts beyond ``end`` (of ``time.monotonic()``). ``guard`` releases the
+    workers if this process is killed. Another update of the same engine must not begin before ``join`` returns True.
     """
 
     def __init__(
-        self, client: UpdateClient, devices: Sequence[str], guard: ExitGuard, patience_s: float, end: float
+        self,
+        engine: str,
+        request: Callable[[Mapping[str, str]], None],
+        devices: Sequence[str],
+        guard: ExitGuard,
+        patience_s: float,
+        end: float,
     ) -> None:
         self._zmq = zeromq()
-        self._client, self._guard, self._patience_s, self._end = client, guard, patience_s, end
+        self._engine, self._guard, self._patience_s, self._end = engine, guard, patience_s, end
         self._context = self._zmq.Context()
         # The names are secret: a process that has one can connect to it, and a worker executes what it receives.
         names = {device: f"ipc://@bcp-{secrets.token_hex(16)}" for device in devices}
@@ -95,7 +92,7 @@ class Update:
         for worker in self._workers:
             worker.socket.bind(worker.name)
         self._set_guard(self._workers)
-        self._request = run_daemon(lambda: client.run_update(names), "bcp-push-update")
+        self._request = run_daemon(lambda: request(names), "bcp-push-update")
         self._releasing: Future[None] | None = None
         self._unexplained: EngineError | None = None
 
@@ -105,15 +102,7 @@ class Update:
         return not wait(running, max(timeout_s, 0.0)).not_done
 
     def _set_guard(self, workers: Sequence[_Worker]) -> None:
-        text = "the sender of the weights is dead"
-        self._guard.watch(
-            {one.name: [pickle.dumps(message) for message in self._last_messages(one, text)] for one in workers}
-        )
-
-    def _last_messages(self, worker: _Worker, text: str) -> list[Any]:
-        if self._client.may_raise:
-            return [RuntimeError(text)] * 2  # a worker that has not begun answers the first one
-        return [None, None] if worker.has_begun else [_NO_MEMORY, None, None]
+        self._guard.watch({one.name: [pickle.dumps(message) for message in one.last_messages] for one in workers})
 
     def begin(self, handles: Sequence[Handle]) -> None:
         """Wait for all workers, and send each its handle."""
@@ -175,26 +164,25 @@ class Update:
     def finish(self) -> str:
         """End an update after the workers' last answers. Returns the error in the engine's own answer, if any."""
         if not self.join(self._end - time.monotonic()):
-            raise DeadlineError(f"{self._client.name} has all weights, but did not end the update in time")
+            raise DeadlineError(f"{self._engine} has all weights, but did not end the update in time")
         self._close(0)
         return self._error()
 
     def give_up(self, error: BaseException) -> None:
         """Release all workers in a thread, including those that connect later or were stopped, for as long as the
         engine handles the request. Adds the engine's answer to ``error`` where a worker could not explain itself."""
-        text = f"the weights were not sent: {error}"[:_MAX_TEXT]
-        self._releasing = run_daemon(lambda: self._release_workers(text), "bcp-push-release")
+        self._releasing = run_daemon(self._release_workers, "bcp-push-release")
         if not isinstance(error, DeadlineError):  # a late worker will not answer now
             self.join(min(_LATE_S, max(self._end - time.monotonic(), _POLL_S)))
         if error is self._unexplained:
             error.args = (f"{error}: {self._answer()}",)
 
-    def _release_workers(self, text: str) -> None:
+    def _release_workers(self) -> None:
         left = list(self._workers)
         while True:
             has_ended = self._request.done()
             for worker in [worker for worker in left if worker.socket.poll(0, self._zmq.POLLOUT)]:
-                for message in self._last_messages(worker, text):
+                for message in worker.last_messages:
                     self._send(worker, message)
                 left.remove(worker)
                 self._set_guard(left)
@@ -249,4 +237,4 @@ class Update:
         return self._unexplained
 
     def _named(self, worker: _Worker) -> str:
-        return f"the worker on {worker.device} of {self._client.name}"
+        return f"the worker on {worker.device} of {self._engine}"

@@ -2,8 +2,8 @@
 
 It outlives the sender. Workers of checkpoint-engine wait for the sender's next message without a bound, and connect
 again to the socket name that they were given: the guard takes over these names and sends the last messages. Then it
-sends the requests that make a paused engine continue, and removes a folder. What it cannot repair, it writes to the
-standard error of the sender. It is this file, run as a script that imports nothing of the library.
+makes a paused engine continue. What it cannot repair, it writes to the standard error of the sender. It is this file,
+run as a script that imports nothing of the library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import http.client
 import json
 import os
 import select
-import shutil
 import ssl
 import subprocess
 import sys
@@ -50,10 +49,11 @@ def tls_context(tls: Mapping[str, Any] | None) -> ssl.SSLContext | None:
 
 
 class ExitGuard:
-    """The guard process of one sender, for one update after another."""
+    """The guard process of one sender, for one update after another. It verifies servers with ``tls``, a result of
+    ``tls_of``."""
 
-    def __init__(self) -> None:
-        self._kept: dict[str, Any] = {}
+    def __init__(self, tls: Mapping[str, Any] | None) -> None:
+        self._kept: dict[str, Any] = {"tls": tls}
         self._lock = threading.Lock()
         # In its own session, so that a signal to the sender's terminal or process group does not end it too.
         self._process = subprocess.Popen(
@@ -65,26 +65,17 @@ class ExitGuard:
 
     def watch(self, last_messages: Mapping[str, Sequence[bytes]]) -> None:
         """Set the messages that workers get if this process ends, by socket name. Replaces earlier ones."""
-        self._keep("messages", {name: [one.hex() for one in messages] for name, messages in last_messages.items()})
+        self._keep(messages={name: [one.hex() for one in messages] for name, messages in last_messages.items()})
 
-    def trust(self, tls: Mapping[str, Any] | None) -> None:
-        """Set how servers of ``request`` are verified, a result of ``tls_of``."""
-        self._keep("tls", tls)
+    def on_exit(self, *, resume: tuple[str, Mapping[str, str]] | None = None, fault: str = "") -> None:
+        """Set the request (address, headers) to send if this process ends, and a ``fault`` to report then. Replaces
+        earlier ones."""
+        self._keep(resume=resume, fault=fault)
 
-    def request(self, requests: Sequence[tuple[str, Mapping[str, str], Any]], fault: str = "") -> None:
-        """Set the requests (address, headers, document) to send if this process ends, each after the one before has
-        succeeded, and a ``fault`` to report then. Replaces earlier ones."""
-        self._keep("requests", list(requests))
-        self._keep("fault", fault)
-
-    def remove(self, folder: str | None) -> None:
-        """Set the folder to remove, at the end, if this process ends."""
-        self._keep("folder", folder)
-
-    def _keep(self, key: str, what: Any) -> None:
+    def _keep(self, **kept: Any) -> None:
         assert self._process.stdin is not None
         with self._lock, contextlib.suppress(OSError):  # the guard was killed
-            self._kept[key] = what
+            self._kept |= kept
             self._process.stdin.write(json.dumps(self._kept).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -141,9 +132,8 @@ def _send_last(last_messages: Mapping[str, Sequence[bytes]]) -> None:
     context.term()
 
 
-def _succeeds(tls: Mapping[str, Any] | None, url: str, headers: Mapping[str, str], document: Any) -> bool:
-    data = b"" if document is None else json.dumps(document).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers}, method="POST")
+def _resume(tls: Mapping[str, Any] | None, url: str, headers: Mapping[str, str]) -> None:
+    request = urllib.request.Request(url, b"", dict(headers), method="POST")
     https = urllib.request.HTTPSHandler(context=tls_context(tls))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
@@ -151,8 +141,6 @@ def _succeeds(tls: Mapping[str, Any] | None, url: str, headers: Mapping[str, str
             response.read()
     except (OSError, http.client.HTTPException) as error:
         _report(f"{url} failed: {error!r}; its engine is left paused until the next push")
-        return False
-    return True
 
 
 def _report(text: str) -> None:
@@ -166,11 +154,10 @@ def _main() -> None:
     kept = json.loads(_last_line(int(sys.argv[1])) or b"{}")
     if kept.get("messages"):
         _send_last({name: [bytes.fromhex(one) for one in messages] for name, messages in kept["messages"].items()})
-    all(_succeeds(kept.get("tls"), *request) for request in kept.get("requests", ()))
+    if kept.get("resume"):
+        _resume(kept["tls"], *kept["resume"])
     if kept.get("fault"):
         _report(kept["fault"])
-    if kept.get("folder"):
-        shutil.rmtree(kept["folder"], ignore_errors=True)
 
 
 if __name__ == "__main__":
