@@ -18,7 +18,6 @@ from ..inference.push import (
     Engine,
     HttpEngine,
     IpcEngine,
-    NativeEngine,
     Pusher,
     PushReport,
     adapter_config,
@@ -42,7 +41,6 @@ class _PushOptions:
     rename: Callable[[str], str] | None
     pause: PauseMode
     adapter: str | None
-    native: bool
     group: GroupBackend | None
     cuda_ipc: bool
     protocol: str | None
@@ -61,20 +59,16 @@ class _PushOptions:
             raise click.UsageError(
                 "--rename, --adapter, --group and --cuda-ipc apply to checkpoints; an engine sends what it received"
             )
-        if self.protocol is not None and (
-            self.native or self.adapter is not None or self.group is not None or self.cuda_ipc
-        ):
+        if self.protocol is not None and (self.adapter is not None or self.group is not None or self.cuda_ipc):
             raise click.UsageError(
-                f"--protocol {self.protocol} pushes only models, and excludes --native, --adapter, --group and "
-                "--cuda-ipc"
+                f"--protocol {self.protocol} pushes only models, and excludes --adapter, --group and --cuda-ipc"
             )
         if self.group is not None and self.cuda_ipc:
             raise click.UsageError("a group receives into its own memory; use --group or --cuda-ipc, not both")
 
     def engine(self, url: str) -> Engine:
         """Return the engine with bytecheckpoint at this address."""
-        engine = HttpEngine(url, pause=self.pause, **self._access())
-        return NativeEngine(engine) if self.native else engine
+        return HttpEngine(url, pause=self.pause, **self._access())
 
     def pusher(self, urls: Sequence[str], adapter: Mapping[str, Any] | None = None) -> Pusher:
         """Return the pusher to the engines at these addresses; ``adapter`` is the configuration of an adapter."""
@@ -142,7 +136,6 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 @click.option(
     "--adapter", metavar="NAME", help="SOURCE is a folder that PEFT stored; push it as the LoRA adapter NAME."
 )
-@click.option("--native", is_flag=True, help="Use vLLM's own weight transfer with the backend bcp.")
 @click.option(
     "--group",
     type=click.Choice(["gloo", "nccl"]),
@@ -217,8 +210,8 @@ def push_command(
     --resume URL ends a push whose sender was killed, and resumes the engine if it serves one complete version.
 
     Start vLLM with VLLM_SERVER_DEV_MODE=1, and with --worker-extension-cls
-    bytecheckpoint.inference.vllm.worker.WorkerExtension, or for --native with --weight-transfer-config
-    '{"backend": "bcp"}'. For --protocol checkpoint-engine, use checkpoint-engine's own extension.
+    bytecheckpoint.inference.vllm.worker.WorkerExtension. For --protocol checkpoint-engine, use checkpoint-engine's own
+    extension.
     """
     push = _PushOptions(**given)
     if resumed:

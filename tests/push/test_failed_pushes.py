@@ -31,7 +31,6 @@ from bytecheckpoint.inference.push import (
     Engine,
     HttpEngine,
     LocalEngine,
-    NativeEngine,
     Pusher,
     RpcEngine,
     sources,
@@ -347,9 +346,9 @@ def test_an_engine_that_only_another_rank_has(engine: ToyEngine, pool: RankPool)
 def _engines() -> list[Engine]:
     """Those that are the same engine wherever they are made, then others."""
     server, actor = HttpEngine("http://host:9"), RpcEngine(print, name="actor", identity="5f3a")
-    same = [server, NativeEngine(server), DraftEngine(server), actor, DraftEngine(actor)]
+    same = [server, DraftEngine(server), actor, DraftEngine(actor)]
     other = RpcEngine(print, name="actor")
-    return [*same, other, NativeEngine(other), DraftEngine(other), LocalEngine(SimpleNamespace(collective_rpc=print))]
+    return [*same, other, DraftEngine(other), LocalEngine(SimpleNamespace(collective_rpc=print))]
 
 
 def _identities(rank: int, world_size: int) -> list[str]:
@@ -358,7 +357,7 @@ def _identities(rank: int, world_size: int) -> list[str]:
 
 def test_which_engines_of_two_ranks_are_the_same(pool: RankPool) -> None:
     first, second = pool.run(_identities)
-    assert [one == other for one, other in zip(first, second, strict=True)] == [True] * 5 + [False] * 4
+    assert [one == other for one, other in zip(first, second, strict=True)] == [True] * 4 + [False] * 3
     here = HttpEngine("http://localhost:9").identity
     assert here == f"http://localhost:9 (on {socket.gethostname()})"
 

@@ -24,7 +24,7 @@ from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import BytecheckpointError, EngineError
-from bytecheckpoint.inference.push import Engine, HttpEngine, NativeEngine, Pusher
+from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -35,7 +35,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "streamed": {"memory_bytes": 40_000, "chunk_bytes": 4000},
     "rollback": {},
 }
-PROTOCOLS = {"double": ("http", "native"), "streamed": ("http", "native"), "rollback": ("http",)}
 STEPS = {
     "double": ("describe", "plan", "prepare", "write", "verify", "apply"),
     "streamed": ("describe", "plan", "prepare", "stream"),
@@ -52,31 +51,29 @@ PIDS = {"worker": 0, "server": 1}
 
 class Cell(NamedTuple):
     mode: str
-    protocol: str
     victim: str
     fault: str
     point: str
     event: str
 
     def __str__(self) -> str:
-        return "-".join((*self[:2], self.victim.replace(" ", ""), *self[3:]))
+        return "-".join((self.mode, self.victim.replace(" ", ""), *self[2:]))
 
 
 def _cells() -> Iterator[Cell]:
-    for mode, protocols in PROTOCOLS.items():
+    for mode in OPTIONS:
         steps = [(f"push.{step}", event) for step in STEPS[mode] for event in ("enter", "exit")]
         inner = [(f"push.apply.{point}", "point") for point in INNER_POINTS]
         requests = [(f"push.worker.{request}", event) for request in REQUESTS[mode] for event in ("enter", "exit")]
-        for protocol in protocols:
-            for fault in ("kill", "interrupt"):
-                # Those of workers are inside a request that the sender waits for.
-                for point, event in steps + inner + requests:
-                    yield Cell(mode, protocol, "sender 0", fault, point, event)
-                for point, event in steps:
-                    yield Cell(mode, protocol, "sender 1", fault, point, event)
-            for point, event in requests:
-                for victim in PIDS:
-                    yield Cell(mode, protocol, victim, "kill", point, event)
+        for fault in ("kill", "interrupt"):
+            # Those of workers are inside a request that the sender waits for.
+            for point, event in steps + inner + requests:
+                yield Cell(mode, "sender 0", fault, point, event)
+            for point, event in steps:
+                yield Cell(mode, "sender 1", fault, point, event)
+        for point, event in requests:
+            for victim in PIDS:
+                yield Cell(mode, victim, "kill", point, event)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +89,7 @@ def engines() -> Iterator[list[ToyEngine]]:
 
 
 def _pusher(urls: Sequence[str], cell: Cell) -> Pusher:
-    engines: list[Engine] = [
-        NativeEngine(HttpEngine(url)) if cell.protocol == "native" else HttpEngine(url) for url in urls
-    ]
+    engines = [HttpEngine(url) for url in urls]
     return Pusher(engines, deadline_s=time_limit(DEADLINE_S), **OPTIONS[cell.mode])
 
 

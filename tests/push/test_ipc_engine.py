@@ -309,5 +309,5 @@ def test_from_the_command_line(engine: ToyEngine, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, command)
     assert done.exit_code == 2
     assert "needs the names of its workers' devices" in done.stderr
-    done = CliRunner().invoke(cli, [*command, "--native"])
+    done = CliRunner().invoke(cli, [*command, "--cuda-ipc"])
     assert done.exit_code == 2

@@ -24,10 +24,10 @@ def test_it_generates_meanwhile(tmp_path: Path) -> None:
     """It starts an engine, which takes long."""
     made("llama", 0).save_pretrained(tmp_path)
     script = Path(vllm_pushes.__file__).with_name("vllm_async.py")
-    waited, kept, failed, native, blocked = results_of(str(script), str(tmp_path))
+    waited, kept, failed, aborted, blocked = results_of(str(script), str(tmp_path))
     assert waited == ["", 50, *_serves(1)]
     assert kept == ["", *_serves(2)]
     assert "the layer does not fit" in failed[0]
     assert failed[1:] == _serves(2)
-    assert native == ["", *_serves(4)]
+    assert aborted == ["", *_serves(4)]
     assert blocked.startswith("UsageError: a push blocks the event loop")

@@ -20,10 +20,10 @@ _RING = 100_000  # bytes that a worker may take: a few chunks
 _EXTENSION = {"worker_extension_cls": "vllm_fault.FaultyWorkers"}
 
 
-def _run(folder: Path, kind: str, steps: list[Any], *, transfer: str = "extension", **engine: Any) -> list[Any]:
+def _run(folder: Path, kind: str, steps: list[Any], **engine: Any) -> list[Any]:
     """An engine that starts with the model of seed 0."""
     made(kind, 0).save_pretrained(folder)
-    return run_pushes(kind, steps, transfer=transfer, model=str(folder), **engine)
+    return run_pushes(kind, steps, model=str(folder), **engine)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_reloads_and_sleep_between_pushes(tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(1, of="engines of vLLM")
-def test_by_its_own_weight_transfer_and_its_draft_model(tmp_path: Path) -> None:
+def test_its_draft_model(tmp_path: Path) -> None:
     """At two workers, see test_vllm_server. A draft model is no good but for the tokens of its own weights."""
     steps: list[Any] = []
     for seed in (1, 2, 3):
@@ -115,10 +115,8 @@ def test_by_its_own_weight_transfer_and_its_draft_model(tmp_path: Path) -> None:
     steps += [["push draft", 4], ["generate"], ["drafted"]]
     made("llama", 5).save_pretrained(tmp_path / "draft")
     draft = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
-    # The extension is there for what its module registers, and for the draft model.
-    config = {"weight_transfer_config": {"backend": "bcp"}, **_EXTENSION}
-    config |= {"speculative_config": draft, "disable_log_stats": False}
-    found = _run(tmp_path / "hf", "llama", steps, transfer="native", **config)
+    config = {"speculative_config": draft, "disable_log_stats": False, **_EXTENSION}
+    found = _run(tmp_path / "hf", "llama", steps, **config)
     tokens = [reference_tokens(made("llama", seed)) for seed in (1, 2, 3)]
     assert found[1:9:3] == tokens
     assert found[2:9:3] == ["1", "2", "3"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ from vllm_server import ask_server, serving, tokens_of
 
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import EngineError
-from bytecheckpoint.inference.push import HttpEngine, NativeEngine, Pusher
+from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.testing.ranks import RankPool
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(1, of="engines of vLLM")]
@@ -41,11 +40,9 @@ def _check_serves(server: str, seed: int) -> None:
     assert ask_server(server, "/is_paused") == {"is_paused": False}
 
 
-@pytest.mark.parametrize("is_native", [False, True])
-def test_all_replicas_or_none(server: str, is_native: bool) -> None:
-    engine: Any = NativeEngine(HttpEngine(server)) if is_native else HttpEngine(server, pause="keep")
-    first = 3 if is_native else 1
-    with Pusher(engine, deadline_s=time_limit(120)) as pusher:
+def test_all_replicas_or_none(server: str) -> None:
+    first = 1
+    with Pusher(HttpEngine(server, pause="keep"), deadline_s=time_limit(120)) as pusher:
         report = pusher.push(made("llama", first), version=first)
         assert [worker.requested for worker in report.workers] == [report.engine_bytes] * _REPLICAS
         _check_serves(server, first)

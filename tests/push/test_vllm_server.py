@@ -1,4 +1,4 @@
-"""Pushes into vLLM's server over HTTP and its weight transfer, from a checkpoint and from FSDP-2. Needs vLLM."""
+"""Pushes into vLLM's server over HTTP, from a checkpoint and from FSDP-2. Needs vLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from bytecheckpoint.errors import DeadlineError, EngineError
 from bytecheckpoint.inference.push import (
     AdapterEngine,
     HttpEngine,
-    NativeEngine,
     Pusher,
     PushReport,
     adapter_state,
@@ -85,9 +84,9 @@ def test_the_command_and_the_version(server: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pause", ["keep", "abort"])
 @pytest.mark.sampled(1)
-def test_by_its_own_weight_transfer(server: str, pause: Any) -> None:
+def test_what_happens_to_requests(server: str, pause: Any) -> None:
     seed = {"keep": 5, "abort": 6}[pause]
-    with Pusher(NativeEngine(HttpEngine(server, pause=pause)), deadline_s=time_limit(120)) as pusher:
+    with Pusher(HttpEngine(server, pause=pause), deadline_s=time_limit(120)) as pusher:
         pusher.push(made("llama", seed), version=seed)
         assert tokens_of(server) == reference_tokens(made("llama", seed))
         assert ask_server(server, "/weight_info")["weight_version"] == str(seed)
@@ -118,20 +117,20 @@ def test_the_engine_ends_a_pause_of_a_sender_that_is_killed(server: str) -> None
 
 def _end_in_apply(rank: int, world_size: int, url: str, number: int) -> None:
     """Send the request that applies a version, and do not wait for its answer."""
-    init_transfer = HttpEngine.init_transfer
+    rpc = HttpEngine._rpc
 
-    def end(engine: HttpEngine, info: Any, timeout_s: float) -> None:
-        if decode(info["request"])["kind"] != "apply":
-            init_transfer(engine, info, timeout_s)
-            return
-        HttpEngine.init_transfer = init_transfer  # type: ignore[method-assign]
+    def end(engine: HttpEngine, arguments: Any, timeout_s: float) -> list[Any]:
+        if decode(arguments[0])["kind"] != "apply":
+            return rpc(engine, arguments, timeout_s)
+        HttpEngine._rpc = rpc  # type: ignore[method-assign]
         with contextlib.suppress(DeadlineError):
-            init_transfer(engine, info, 0.05)
+            rpc(engine, arguments, 0.05)
         os.kill(os.getpid(), number)
+        return []
 
-    HttpEngine.init_transfer = end  # type: ignore[method-assign]
+    HttpEngine._rpc = end  # type: ignore[method-assign]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with Pusher(NativeEngine(HttpEngine(url)), deadline_s=time_limit(120)) as pusher:
+    with Pusher(HttpEngine(url), deadline_s=time_limit(120)) as pusher:
         try:
             pusher.push(made("llama", 11), version=11)
         except KeyboardInterrupt:
@@ -140,19 +139,17 @@ def _end_in_apply(rank: int, world_size: int, url: str, number: int) -> None:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=str)
 @pytest.mark.sampled(1)
-def test_a_sender_that_ends_while_weight_transfer_applies(server: str, end: int) -> None:
-    """vLLM allows one session of its transfer at a time, and that of a killed sender would stay open."""
-    with Pusher(NativeEngine(HttpEngine(server)), deadline_s=time_limit(120)) as pusher:
+def test_a_sender_that_ends_while_the_engine_applies(server: str, end: int) -> None:
+    with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher:
         pusher.push(made("llama", 10), version=10)
     with RankPool(1) as pool:
         pool.run(_end_in_apply, server, int(end), expect_death={0: end} if end == signal.SIGKILL else {})
     until(lambda: not ask_server(server, "/is_paused")["is_paused"], "resumed")
     assert tokens_of(server) in [reference_tokens(made("llama", seed)) for seed in (10, 11)]
-    for engine, seed in ((NativeEngine(HttpEngine(server)), 12), (HttpEngine(server), 13)):
-        with Pusher(engine, deadline_s=time_limit(120)) as pusher:
-            assert pusher.resume() == [pusher.state()[0][0]["version"]]
-            pusher.push(made("llama", seed), version=seed)
-        assert tokens_of(server) == reference_tokens(made("llama", seed))
+    with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher:
+        assert pusher.resume() == [pusher.state()[0][0]["version"]]
+        pusher.push(made("llama", 12), version=12)
+    assert tokens_of(server) == reference_tokens(made("llama", 12))
 
 
 def test_wrong_arguments_are_answered(server: str) -> None:
@@ -162,11 +159,6 @@ def test_wrong_arguments_are_answered(server: str) -> None:
         assert [decode(answer)["failure"]["kind"] for answer in answers] == [
             decode(answers[0])["failure"]["kind"]
         ] * _TP
-    for info in ({}, {"request": 1, "hosts": None, "port": "x", "key": "zz"}, {"request": "a", "others": 1}):
-        ask_server(server, "/init_weight_transfer_engine", {"init_info": info})
-    ask_server(server, "/start_weight_update", {})
-    ask_server(server, "/update_weights", {"update_info": {"names": []}})
-    ask_server(server, "/finish_weight_update", {})
     with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher:
         pusher.push(made("llama", 12), version=12)
     assert tokens_of(server) == reference_tokens(made("llama", 12))
@@ -201,9 +193,8 @@ def test_joins_of_other_layouts_while_an_engine_goes_on(server: str, tmp_path: P
         pushed = _digests(stages)
         for one, other in ((started, joined), (joined, pushed)):
             assert all(before != after for before, after in zip(one, other, strict=True))
-        # As if it had been pushed to; over vLLM's weight transfer this time.
-        with Pusher(NativeEngine(HttpEngine(stages)), deadline_s=time_limit(120)) as native:
-            native.push(made("llama", 7), version=7)
+        # As if it had been pushed to.
+        pusher.push(made("llama", 7), version=7)
         assert _digests(stages) == joined
         assert tokens_of(server) == given
         pusher.push(made("llama", 8), version=8)
@@ -217,41 +208,12 @@ def test_joins_of_other_layouts_while_an_engine_goes_on(server: str, tmp_path: P
     assert tokens_of(server) == reference_tokens(made("llama", 8))
 
 
-def _send(rank: int, world_size: int, url: str, seed: int, is_module: bool) -> None:
-    """As code for vLLM's own backends: only the options differ."""
-    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSource, WeightTransferTrainerFactory
-
-    from bytecheckpoint.inference.vllm.trainer import BcpTrainerInitInfo
-
-    class Renamed(ModuleSource):  # type: ignore[misc]
-        def __iter__(self) -> Iterator[tuple[str, Any]]:
-            yield from ((name.removeprefix("policy."), tensor) for name, tensor in super().__iter__())
-
-    model = fully_shard(made("llama", seed))
-    source = ModuleSource(model) if is_module else Renamed(nn.ModuleDict({"policy": model}))
-    client = HTTPVLLMWeightSyncClient(url, timeout=time_limit(60))
-    options = BcpTrainerInitInfo(rank=rank, deadline_s=time_limit(60))
-    engine = WeightTransferTrainerFactory.trainer_init(options, client=client, source=source)
-    engine.send_weights(version=seed)
-    engine.shutdown()
-
-
-def test_the_trainers_side_of_its_own_weight_transfer(server: str) -> None:
-    with RankPool(2) as pool:
-        for seed, is_module in ((14, True), (15, False)):
-            ask_server(server, "/pause?mode=keep", {})
-            pool.run(_send, server, seed, is_module, timeout_s=time_limit(120))
-            ask_server(server, "/resume", {})
-            assert tokens_of(server) == reference_tokens(made("llama", seed))
-            assert ask_server(server, "/weight_info")["weight_version"] == str(seed)
-
-
-def test_an_engine_gives_by_its_own_weight_transfer(server: str) -> None:
-    """To itself, in chunks of another size, so that all is sent."""
-    with Pusher(NativeEngine(HttpEngine(server)), deadline_s=time_limit(120), chunk_bytes=1 << 14) as pusher:
+def test_an_engine_gives_to_itself(server: str) -> None:
+    """In chunks of another size, so that all is sent."""
+    with Pusher(HttpEngine(server), deadline_s=time_limit(120), chunk_bytes=1 << 14) as pusher:
         pusher.push(made("llama", 9), version=9)
-    holder = NativeEngine(HttpEngine(server))
-    with Pusher(NativeEngine(HttpEngine(server)), deadline_s=time_limit(120), chunk_bytes=1 << 15) as pusher:
+    holder = HttpEngine(server)
+    with Pusher(HttpEngine(server), deadline_s=time_limit(120), chunk_bytes=1 << 15) as pusher:
         report = pusher.push(holder, version="nine")
     holder.close()
     assert [worker.sent for worker in report.workers] == [worker.requested for worker in report.workers]
@@ -274,9 +236,9 @@ class _Trainee(nn.Module):
             place.register_parameter(leaf, nn.Parameter(tensor))
 
 
-def _push_adapter(rank: int, world_size: int, url: str, name: str, seed: int, native: bool) -> PushReport:
-    engine = NativeEngine(HttpEngine(url)) if native else HttpEngine(url)
-    with Pusher(AdapterEngine(engine, name, CONFIG) if rank == 0 else None, deadline_s=time_limit(120)) as pusher:
+def _push_adapter(rank: int, world_size: int, url: str, name: str, seed: int) -> PushReport:
+    engine = AdapterEngine(HttpEngine(url), name, CONFIG)
+    with Pusher(engine if rank == 0 else None, deadline_s=time_limit(120)) as pusher:
         return pusher.push({"model": adapter_state(fully_shard(_Trainee(seed)))}, version=seed)
 
 
@@ -285,25 +247,24 @@ def test_pushes_keep_adapters(server: str, tmp_path: Path) -> None:
     ask_server(server, "/v1/load_lora_adapter", {"lora_name": "own", "lora_path": store(tmp_path, 8)})
     tokens_of(server, "own")
     shutil.rmtree(tmp_path)
-    for engine, seed in ((NativeEngine(HttpEngine(server)), 13), (HttpEngine(server), 16)):
-        with Pusher(engine, deadline_s=time_limit(120)) as pusher:
-            pusher.push(made("llama", seed), version=seed)
-        assert tokens_of(server, "own") == reference_tokens(merge_descriptions(seed, 8))
-        assert tokens_of(server) == reference_tokens(made("llama", seed))
+    with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher:
+        pusher.push(made("llama", 16), version=16)
+    assert tokens_of(server, "own") == reference_tokens(merge_descriptions(16, 8))
+    assert tokens_of(server) == reference_tokens(made("llama", 16))
 
 
 def test_adapters(server: str) -> None:
     with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher, RankPool(2) as pool:
         pusher.push(made("llama", 7), version=7)
         assert tokens_of(server, "started") == reference_tokens(merge_descriptions(7, 8))
-        report = pool.run(_push_adapter, server, "started", 9, False)[0]
+        report = pool.run(_push_adapter, server, "started", 9)[0]
         assert tokens_of(server, "started") == reference_tokens(merge_descriptions(7, 9))
         assert [worker.sent for worker in report.workers] == [report.engine_bytes] * 2
         # An unknown adapter name is registered once; vLLM reads no file.
-        pool.run(_push_adapter, server, "fresh", 10, True)
+        pool.run(_push_adapter, server, "fresh", 10)
         ask_server(server, "/v1/load_lora_adapter", {"lora_name": "fresh", "lora_path": "pushed"})
         assert tokens_of(server, "fresh") == reference_tokens(merge_descriptions(7, 10))
-        pool.run(_push_adapter, server, "fresh", 11, True)
+        pool.run(_push_adapter, server, "fresh", 11)
         assert tokens_of(server, "fresh") == reference_tokens(merge_descriptions(7, 11))
         assert tokens_of(server) == reference_tokens(made("llama", 7))
         assert ask_server(server, "/weight_info")["weight_version"] == "7"

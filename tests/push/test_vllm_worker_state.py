@@ -36,7 +36,6 @@ with warnings.catch_warnings():
     from benchmarks.vllm_layout import EngineRank
     from bytecheckpoint.inference.vllm import worker as vllm_worker
     from bytecheckpoint.inference.vllm.model import VllmModel, keep_receiver
-    from bytecheckpoint.inference.vllm.transfer import BcpTransferEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
 
@@ -57,7 +56,7 @@ def _weights(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     return iter(list(made("llama", seed).state_dict().items()))
 
 
-@pytest.mark.parametrize("first", ["a request of vLLM's weight transfer", "a start from peers"])
+@pytest.mark.parametrize("first", ["a request without it", "a start from peers"])
 def test_the_runner_that_a_later_request_brings(worker: tuple[Any, nn.Module], first: str) -> None:
     config, model = worker
     if "peers" in first:
@@ -106,11 +105,3 @@ def test_weights_that_vllm_reloads(worker: tuple[Any, nn.Module]) -> None:
     assert serving.was_replaced()
     serving.load(_weights(3))
     assert not serving.was_replaced()
-
-
-def test_the_transfer_engine_of_a_worker_that_has_no_receiver_ends() -> None:
-    """The rest of vLLM's shutdown of the worker comes after it."""
-    engine = BcpTransferEngine.__new__(BcpTransferEngine)
-    engine.vllm_config = engine.model = None
-    engine.finish_weight_update()
-    engine.shutdown()

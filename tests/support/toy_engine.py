@@ -27,10 +27,8 @@ from torch import nn
 from toy_adapters import ToyAdapters
 
 from bytecheckpoint import telemetry
-from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push.adapters import AdapterReceivers
 from bytecheckpoint.inference.push.engine_model import EngineModel
-from bytecheckpoint.inference.push.engines.answers import post_answer
 from bytecheckpoint.inference.push.engines.base import split_target
 from bytecheckpoint.inference.push.messages import decode
 from bytecheckpoint.inference.push.receiver import Receiver
@@ -241,8 +239,8 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             kind, argument = pipe.recv()
         except EOFError:
             return
-        if kind in ("bcp_push", "init_info"):
-            target, request = split_target(argument if kind == "bcp_push" else argument["request"])
+        if kind == "bcp_push":
+            target, request = split_target(argument)
             meant = receiver if target is None else receivers.receiver(target)
             asked = decode(request)["kind"]
             if asked == "verify" and flips:
@@ -252,9 +250,6 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
                 (sent, _), own_signal = own_signal, None
                 os.kill(os.getpid(), sent)
             answer = meant.answer(request, None if target is None else receiver)
-            if kind == "init_info":
-                with suppress(EngineError):  # the sender is gone
-                    post_answer(argument["hosts"], argument["port"], argument["key"], worker.rank, worker.tp, answer)
             pipe.send(answer)
             if asked == "listen" and stops:
                 stops = False
@@ -352,9 +347,6 @@ class _Front(BaseHTTPRequestHandler):
     def _answer(self, document: dict[str, Any]) -> Any:
         if self.path == "/collective_rpc":
             return {"results": self._all(document["method"], document["args"][0])}
-        if self.path == "/init_weight_transfer_engine":
-            self._all("init_info", document["init_info"])
-            return {}
         if self.path == "/look":
             seen = self._all("look", None)
             names = ("digests", "rehearsals", "descriptors", "threads", "adapters", "arenas", "cleared")

@@ -14,13 +14,12 @@ import sys
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_pushes import PROMPTS, made
 
 from bytecheckpoint.errors import BytecheckpointError
-from bytecheckpoint.inference.push import LocalEngine, NativeEngine, Pusher
+from bytecheckpoint.inference.push import LocalEngine, Pusher
 from bytecheckpoint.testing import time_limit
 
 _REPLICAS = 2
@@ -57,7 +56,6 @@ async def _main(folder: str) -> list[Any]:
     arguments = AsyncEngineArgs(
         model=folder, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True,
         data_parallel_size=_REPLICAS, worker_extension_cls="vllm_fault.FaultyWorkers",
-        weight_transfer_config=WeightTransferConfig(backend="bcp"),
     )  # fmt: skip
     llm = AsyncLLM.from_engine_args(arguments)
     results: list[Any] = []
@@ -68,7 +66,7 @@ async def _main(folder: str) -> list[Any]:
         results.append([await _push(LocalEngine(llm, pause="keep"), 2), *await _served(llm)])
         await llm.collective_rpc("bcp_test_fail", args=(1,))
         results.append([await _push(LocalEngine(llm), 3), *await _served(llm)])
-        results.append([await _push(NativeEngine(LocalEngine(llm, pause="abort")), 4), *await _served(llm)])
+        results.append([await _push(LocalEngine(llm, pause="abort"), 4), *await _served(llm)])
         with Pusher(LocalEngine(llm), deadline_s=time_limit(60)) as pusher:
             try:
                 pusher.push(made("llama", 5))

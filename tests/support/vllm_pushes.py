@@ -1,6 +1,6 @@
 """Runs pushes into one vLLM engine in a separate process, as a JSON document on its command line describes.
 
-    {"engine": {...arguments of LLM}, "transfer": "extension" | "native", "model": "llama", "steps": [...]}
+    {"engine": {...arguments of LLM}, "model": "llama", "steps": [...]}
 
 A step is ``["push", seed]``, ``["push nan", seed, name]`` (without a check), ``["push without", seed, name]``, ``["push
 longer", seed, name]`` (by a row), ``["stream", seed, bytes]`` (of memory that a worker may take),
@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from warm_python import WarmPython, warm_python
 
 from bytecheckpoint.errors import BytecheckpointError
-from bytecheckpoint.inference.push import AdapterEngine, DraftEngine, LocalEngine, NativeEngine, Pusher
+from bytecheckpoint.inference.push import AdapterEngine, DraftEngine, LocalEngine, Pusher
 from bytecheckpoint.testing import time_limit
 
 PROMPTS = ([1, 2, 3], [9, 8])
@@ -86,11 +86,11 @@ def made(kind: str, seed: int) -> Any:
     return transformers.Qwen2ForCausalLM(config).eval()
 
 
-def run_pushes(kind: str, steps: list[Any], *, transfer: str = "extension", **engine: Any) -> list[Any]:
+def run_pushes(kind: str, steps: list[Any], **engine: Any) -> list[Any]:
     """What came of each step in an engine of these arguments."""
     if engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1) > 1:
         engine["distributed_executor_backend"] = "mp"
-    job = {"engine": engine, "transfer": transfer, "model": kind, "steps": steps}
+    job = {"engine": engine, "model": kind, "steps": steps}
     return results_of(__file__, json.dumps(job))
 
 
@@ -129,7 +129,7 @@ def _main(job: dict[str, Any]) -> None:
     local = LocalEngine(llm)
     results: list[Any] = []
     counted, slotted = [0, 0], 0
-    with Pusher(NativeEngine(local) if job["transfer"] == "native" else local, deadline_s=time_limit(120)) as pusher:
+    with Pusher(local, deadline_s=time_limit(120)) as pusher:
         for what, *arguments in job["steps"]:
             if what == "generate":
                 results.append(_generate(llm))

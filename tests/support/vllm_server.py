@@ -40,7 +40,7 @@ def tokens_of(url: str, model: str = "policy", replica: int | None = None) -> li
 
 @contextlib.contextmanager
 def serving(folder: Path, *arguments: str) -> Iterator[str]:
-    """The model of seed 0, with the worker extension and the transfer backend."""
+    """The model of seed 0, with the worker extension."""
     made("llama", 0).save_pretrained(folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -48,7 +48,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[str]:
     command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "64", "--enforce-eager", "--skip-tokenizer-init"]
     command += ["--distributed-executor-backend", "mp", "--worker-extension-cls", "vllm_fault.FaultyWorkers"]
-    command += ["--weight-transfer-config", json.dumps({"backend": "bcp"}), *arguments]
+    command += arguments
     environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
     environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     log = folder / "server.log"

@@ -6,7 +6,7 @@ from .checkpoint_engine import IpcEngine
 from .engines.adapters import AdapterEngine, adapter_config, adapter_state
 from .engines.base import DraftEngine, Engine
 from .engines.rpc import LocalEngine, RpcEngine
-from .engines.vllm import HttpEngine, NativeEngine
+from .engines.vllm import HttpEngine
 from .pusher import Pusher
 from .receiver import Receiver
 from .report import PushReport, WorkerReport
@@ -18,7 +18,6 @@ __all__ = [
     "HttpEngine",
     "IpcEngine",
     "LocalEngine",
-    "NativeEngine",
     "PushReport",
     "Pusher",
     "Receiver",

@@ -44,8 +44,7 @@ def resume_command(engine: Engine) -> str:
     address = engine.address
     if address is None:
         return "the next push resumes it"
-    native = " --native" if address.get("native") else ""
-    return f"`bcp push --resume {address['url']}{native}` or the next push resumes it"
+    return f"`bcp push --resume {address['url']}` or the next push resumes it"
 
 
 def push_command(engine: Engine) -> str:

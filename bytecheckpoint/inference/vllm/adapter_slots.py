@@ -32,14 +32,3 @@ def keep_adapters(model: Any) -> None:
             manager.remove_all_adapters()
 
     manager.remove_all_adapters = empty_slots
-
-
-def empty_kept_slots(model: Any) -> None:
-    """Do what vLLM does when weights have changed, after ``keep_adapters``, if it has not done so itself."""
-    manager = getattr(model, "lora_manager", None)
-    if manager is None or "remove_all_adapters" not in vars(manager):
-        return
-    manager.remove_all_adapters()
-    for layer in model.modules():
-        if hasattr(layer, "reset_sharded_to_full_mapping"):
-            layer.reset_sharded_to_full_mapping()

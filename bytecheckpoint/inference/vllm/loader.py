@@ -6,7 +6,6 @@ imported without vLLM.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -34,8 +33,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-_LOAD_FORMAT = "bcp"  # also the name of the transfer backend
-_TRANSFER_ENGINE = ("bytecheckpoint.inference.vllm.transfer", "BcpTransferEngine")  # imported when an engine uses it
+_LOAD_FORMAT = "bcp"
 _OPTIONS = frozenset(
     {"path", "root", "peers", "token", "section", "rules", "verify", "share_reads", "deadline_s", "storage_options"}
 )
@@ -45,14 +43,8 @@ _log = init_logger(f"vllm.{__name__}")
 
 
 def register() -> None:
-    """Register the load format and the weight transfer backend with vLLM. Repeated calls have no effect."""
+    """Register the load format with vLLM. Repeated calls have no effect."""
     register_model_loader(_LOAD_FORMAT)(BcpModelLoader)
-    try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    except ImportError:  # an older vLLM, where only the load format works
-        return
-    with contextlib.suppress(ValueError):  # it is registered already
-        WeightTransferEngineFactory.register_engine(_LOAD_FORMAT, *_TRANSFER_ENGINE)
 
 
 class BcpModelLoader(BaseModelLoader):

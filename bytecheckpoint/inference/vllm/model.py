@@ -268,7 +268,7 @@ _receivers: WeakKeyDictionary[nn.Module, tuple[VllmModel, Receiver]] = WeakKeyDi
 def receiver_of(vllm_config: Any, model: nn.Module, runner: Any = None) -> Receiver:
     """The receiver of a worker's model, one for all ways to reach it.
 
-    Some ways have no runner (vLLM's weight transfer, a start from peers), so the first one that has it sets it.
+    A start from peers has no runner, so the first request that has it sets it.
     """
     if model not in _receivers:
         made = VllmModel(vllm_config, model)

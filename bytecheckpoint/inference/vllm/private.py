@@ -41,18 +41,6 @@ PARTS: Mapping[str, Sequence[str]] = {
         "vllm.model_executor.models.utils:_model_to_pp_missing_layer_names",
         "vllm.utils.torch_utils:set_default_torch_dtype",
     ),
-    "transfer": (
-        "vllm.distributed.weight_transfer.base:WeightTransferEngine",
-        "vllm.distributed.weight_transfer.base:WeightTransferInitInfo",
-        "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo",
-        "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory",
-    ),
-    "trainer": (
-        "vllm.distributed.weight_transfer.base:ModuleSource",
-        "vllm.distributed.weight_transfer.base:TrainerInitInfo",
-        "vllm.distributed.weight_transfer.base:TrainerWeightTransferEngine",
-        "vllm.distributed.weight_transfer.factory:WeightTransferTrainerFactory",
-    ),
     "drafts": (
         "vllm.v1.spec_decode.draft_model:DraftModelProposer",
         "vllm.v1.spec_decode.draft_model:DraftModelProposer._create_draft_vllm_config",

@@ -1,7 +1,7 @@
 """Answers of all workers of a vLLM engine.
 
-vLLM's RPC returns only the answers of the first data-parallel replica, and its weight transfer returns none. Each
-worker then sends its answer over a TCP connection to an endpoint that came with the request.
+vLLM's RPC returns only the answers of the first data-parallel replica. Where there are several, each worker sends its
+answer over a TCP connection to an endpoint that came with the request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -86,19 +86,6 @@ class CollectiveRpc(Engine):
     def _rpc(self, arguments: Sequence[Any], timeout_s: float) -> list[Any]:
         """Call ``METHOD`` in all workers. Returns the results of the first replica's."""
 
-    @abstractmethod
-    def init_transfer(self, info: Mapping[str, Any], timeout_s: float) -> None:
-        """Pass plain data to the weight transfer of all workers.
-
-        Args:
-            info: The data.
-            timeout_s: The limit of the wait, in seconds.
-
-        Raises:
-            DeadlineError: vLLM did not answer in time.
-            EngineError: vLLM failed, or has no weight transfer.
-        """
-
     def call(self, request: str, timeout_s: float) -> list[str]:
         budget = Budget(timeout_s)
         if not self._is_replicated:
@@ -106,6 +93,7 @@ class CollectiveRpc(Engine):
             if REPLICATED not in found:
                 return found
             self._is_replicated = True
+        # Each request has its own listener and key, so late answers to an earlier one are refused.
         with closing(Answers()) as answers:
             self._rpc([request, answers.where], budget.left)
             return answers.wait(self.name, budget)

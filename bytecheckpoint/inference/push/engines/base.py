@@ -87,30 +87,6 @@ class Engine(ABC):
         """Release local resources. Never raises."""
 
 
-class Wrapper(Engine):
-    """An engine that is reached, paused and resumed like another one."""
-
-    def __init__(self, engine: Engine, name: str) -> None:
-        self.name, self._engine = name, engine
-
-    def pause(self, timeout_s: float) -> None:
-        self._engine.pause(timeout_s)
-
-    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        self._engine.resume(version, timeout_s, changed=changed)
-
-    @property
-    def resumes(self) -> bool:  # type: ignore[override]
-        return self._engine.resumes
-
-    @property
-    def identity(self) -> str:
-        return self._engine.identity
-
-    def close(self) -> None:
-        self._engine.close()
-
-
 def ask_all(engine: Engine, kind: str, message: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
     """Return every worker's answer, including failures. Raises ``EngineError`` for answers to another request."""
     nonce = secrets.token_hex(8)
@@ -167,15 +143,18 @@ class Budget:
 _SEPARATOR = ":"  # not a base64 character
 
 
-class TargetEngine(Wrapper):
+class TargetEngine(Engine):
     """A target of ``engine``, to which all requests go."""
 
     def __init__(self, engine: Engine, name: str, target: Mapping[str, Any]) -> None:
-        super().__init__(engine, f"{name} of {engine.name}")
-        self._name, self._plain, self._target = name, dict(target), encode(target)
+        self.name, self.resumes = f"{name} of {engine.name}", engine.resumes
+        self._engine, self._name, self._plain, self._target = engine, name, dict(target), encode(target)
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         return self._engine.call(f"{self._target}{_SEPARATOR}{request}", timeout_s)
+
+    def pause(self, timeout_s: float) -> None:
+        self._engine.pause(timeout_s)
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
         # The engine's own version is that of its model.
@@ -189,6 +168,9 @@ class TargetEngine(Wrapper):
     def address(self) -> dict[str, Any] | None:
         address = self._engine.address
         return None if address is None else {**address, "target": [self._name, self._plain]}
+
+    def close(self) -> None:
+        self._engine.close()
 
 
 class DraftEngine(TargetEngine):

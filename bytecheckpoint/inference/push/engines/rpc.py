@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any, Literal
 
 from ....errors import DeadlineError, EngineError, UsageError
@@ -73,9 +72,6 @@ class RpcEngine(CollectiveRpc):
         except EngineError as error:
             if not isinstance(error.__cause__, AttributeError):
                 raise
-
-    def init_transfer(self, info: Mapping[str, Any], timeout_s: float) -> None:
-        self._run("init_weight_transfer_engine", timeout_s, SimpleNamespace(init_info=info))
 
     def _run(self, method: str, timeout_s: float, *arguments: Any, **options: Any) -> Any:
         """Call a method that may never return: vLLM waits for a stopped worker without a bound."""

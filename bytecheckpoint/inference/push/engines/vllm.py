@@ -1,8 +1,4 @@
-"""vLLM engines: a server over HTTP, and any engine over vLLM's own weight transfer.
-
-vLLM's weight transfer (``--weight-transfer-config '{"backend": "bcp"}'``) carries requests to its workers by
-``init_weight_transfer_engine``.
-"""
+"""vLLM servers, over HTTP."""
 
 from __future__ import annotations
 
@@ -13,14 +9,14 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from ....errors import DeadlineError, EngineError, UsageError
 from ..guard import tls_context, tls_of
-from .answers import METHOD, Answers, CollectiveRpc
-from .base import Budget, Engine, TargetEngine, Wrapper
+from .answers import METHOD, CollectiveRpc
+from .base import Engine, TargetEngine
 from .rpc import PauseMode
 
 _HEALTH_S = 5.0
@@ -113,9 +109,6 @@ class HttpEngine(CollectiveRpc):
     def address(self) -> dict[str, Any] | None:
         return {"url": self.name, "pause": self._pause_mode, "headers": self._headers, "tls": self._tls}
 
-    def init_transfer(self, info: Mapping[str, Any], timeout_s: float) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": info}, timeout_s)
-
     def _post(self, path: str, document: Mapping[str, Any] | None, timeout_s: float) -> Any:
         data = b"" if document is None else json.dumps(document).encode()
         headers = {"Content-Type": "application/json", **self._headers}
@@ -194,37 +187,9 @@ def _is_timeout(error: Exception) -> bool:
     return isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
 
 
-class NativeEngine(Wrapper):
-    """A vLLM engine with the weight transfer backend "bcp" and no worker extension. Each push sets vLLM's own version
-    of the weights.
-
-    Args:
-        engine: The engine.
-    """
-
-    _engine: CollectiveRpc
-
-    def __init__(self, engine: CollectiveRpc) -> None:
-        super().__init__(engine, engine.name)
-
-    def call(self, request: str, timeout_s: float) -> list[str]:
-        budget = Budget(timeout_s)
-        # Each request has its own listener and key, so late answers to an earlier one are refused. Answers arrive while
-        # vLLM still handles the request.
-        with closing(Answers()) as answers:
-            self._engine.init_transfer({"request": request, **answers.where}, budget.left)
-            return answers.wait(self.name, budget)
-
-    @property
-    def address(self) -> dict[str, Any] | None:
-        address = self._engine.address
-        return None if address is None else {**address, "native": True}
-
-
 def engine_at(address: Mapping[str, Any]) -> Engine:
     """Return the engine with this address (``Engine.address``), by which a worker reaches its own engine."""
-    server = server_at(address)
-    engine: Engine = NativeEngine(server) if address.get("native") else server
+    engine = server_at(address)
     target = address.get("target")
     return engine if target is None else TargetEngine(engine, *target)
 

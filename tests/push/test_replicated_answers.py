@@ -1,4 +1,4 @@
-"""The engine with vLLM's own weight transfer: answers belong to the request that they answer."""
+"""An engine with data-parallel replicas: answers belong to the request that they answer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push.engines.answers import post_answer
-from bytecheckpoint.inference.push.engines.vllm import HttpEngine, NativeEngine
+from bytecheckpoint.inference.push.engines.vllm import HttpEngine
 from bytecheckpoint.testing import time_limit
 
 
 class _Engine(HttpEngine):
     """Its first request fails, and its worker answers both during the second."""
+
+    _is_replicated = True
 
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1")
@@ -22,7 +24,8 @@ class _Engine(HttpEngine):
         self.late: Exception | None = None
         self.idle: list[socket.socket] = []
 
-    def init_transfer(self, info: Any, timeout_s: float) -> None:
+    def _rpc(self, arguments: Any, timeout_s: float) -> list[Any]:
+        _, info = arguments
         self.requests.append(info)
         if len(self.requests) == 1:
             raise EngineError("the engine did not respond")
@@ -33,15 +36,15 @@ class _Engine(HttpEngine):
                 post_answer(request["hosts"], request["port"], request["key"], 0, 1, answer)
             except EngineError as error:
                 self.late = error
+        return []
 
 
 def test_neither_late_answers_nor_idle_connections_disturb_the_present_one() -> None:
     engine = _Engine()
-    native = NativeEngine(engine)
     with pytest.raises(EngineError, match="did not respond"):
-        native.call("first", time_limit(10))
-    assert native.call("second", time_limit(10)) == ["present"]
+        engine.call("first", time_limit(10))
+    assert engine.call("second", time_limit(10)) == ["present"]
     assert engine.late is not None
-    native.close()
+    engine.close()
     for connection in engine.idle:
         connection.close()
