@@ -188,7 +188,7 @@ def test_the_joining_engine_is_killed(holder: ToyEngine, tcp: bool) -> None:
     with toy_engine(1) as engine, ThreadPoolExecutor(1) as threads:
         pid = engine.look()["pids"][0]
         if tcp:
-            engine.fault(0, "stop after listen")
+            engine.fault(0, "stop after prepare")
             join = threads.submit(_join, holder.url, engine.url, tcp=True)
             until(lambda: _is_stopped(pid), "it is stopped")
             until(lambda: min(holder.look()["threads"]) > 1, "begun")
@@ -212,7 +212,7 @@ def _is_stopped(pid: int) -> bool:
 def test_the_joining_engine_is_stopped(holder: ToyEngine, engine: ToyEngine) -> None:
     """The holder ends the transfer by the deadline, even if the coordinator is gone."""
     pid = engine.look()["pids"][0]
-    engine.fault(0, "stop after listen")
+    engine.fault(0, "stop after prepare")
     try:
         with RankPool(1) as pool:
             pool.run(_die_when_begun, holder.url, engine.url, 3.0, True, expect_death={0: signal.SIGKILL})

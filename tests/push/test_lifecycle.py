@@ -9,7 +9,7 @@ import pytest
 from bytecheckpoint.errors import EngineError, StateError
 from bytecheckpoint.inference.push.lifecycle import PushLifecycle, PushState
 
-REQUESTS = ("listen", "join_group", "verify", "apply", "stream")
+REQUESTS = ("join_group", "verify", "apply", "stream")
 STEPS: dict[str, Callable[[PushLifecycle], None]] = {
     "receive": PushLifecycle.receive,
     "verify": PushLifecycle.verify,
@@ -42,7 +42,7 @@ def _accepted(push: PushLifecycle) -> set[str]:
     ("steps", "state", "accepted", "has_begun"),
     [
         ((), PushState.IDLE, set(), False),
-        (("receive",), PushState.RECEIVING, {"listen", "join_group", "verify", "stream"}, False),
+        (("receive",), PushState.RECEIVING, {"join_group", "verify", "stream"}, False),
         (("receive", "verify"), PushState.VERIFIED, {"apply"}, False),
         (("receive", "verify", "change"), PushState.APPLYING, {"apply"}, True),
         (("receive", "change"), PushState.STREAMING, {"stream"}, True),

@@ -251,7 +251,7 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
                 os.kill(os.getpid(), sent)
             answer = meant.answer(request, None if target is None else receiver)
             pipe.send(answer)
-            if asked == "listen" and stops:
+            if stops and asked == "prepare" and "endpoint" in decode(answer):
                 stops = False
                 os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "flip":
@@ -262,7 +262,7 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             sent = signal.SIGSTOP if kind.startswith("stop") else signal.SIGKILL
             own_signal = sent, ("apply", "stream") if asked == "apply" else (asked,)
             pipe.send(None)
-        elif kind == "stop after listen":
+        elif kind == "stop after prepare":
             stops = True
             pipe.send(None)
         elif kind == "damage":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgpack
@@ -129,8 +129,9 @@ class PushCoordinator:
             modes = {answer["mode"] for answer in answers}
             if len(modes) == 1:
                 self._answers, (self.mode,) = answers, modes
-                rings = tuple((answer["ring"][0], answer["ring"][1]) for answer in answers if "ring" in answer)
-                self.assignments = self.bound.assignments(rings)
+                self.assignments = self.bound.assignments(
+                    tuple(tuple(answer["ring"]) for answer in answers if "ring" in answer)
+                )
                 return True
             mode = STREAMED  # all workers use one mode, because they change together
         self._requests.clear()
@@ -168,7 +169,8 @@ class PushCoordinator:
                 "writes": None if is_known else assignments.packed[sender],
                 "task": None if is_known else assignments.tasks[sender],
                 "arenas": [answer["arena"] for answer in self._answers],
-                "tokens": [token for answer in self._answers for token in answer.get("tokens", ())],
+                "tokens": [token for answer in self._answers for token in answer["tokens"]],
+                "endpoints": [answer["endpoint"] for answer in self._answers],
                 "rings": [answer["ring"] for answer in self._answers if "ring" in answer],
                 "on_device": self._cuda_ipc or self._group == "nccl",
                 "is_group": self._group is not None,
@@ -176,17 +178,6 @@ class PushCoordinator:
             }
         )
         return packed
-
-    def listen(self, targets: Iterable[int], budget: Budget) -> dict[int, Any]:
-        """Make the engines of these targets listen for TCP senders, and return the endpoints of their workers."""
-        engines = {self.bound.workers[target].engine for target in targets}
-        message = {"transaction": self._transaction, "deadline_s": self.deadline_s}
-        found: dict[int, Any] = {}
-        for engine in sorted(engines):
-            answers = ask(self._engines[engine], "listen", message, budget.left)
-            first = next(t for t, worker in enumerate(self.bound.workers) if worker.engine == engine)
-            found |= {first + number: answer["tcp"] for number, answer in enumerate(answers)}
-        return found
 
     def group_address(self, senders: Sequence[str]) -> GroupAddress:
         """Return the address of the group for this push. ``senders`` are the names of the groups that they are in."""

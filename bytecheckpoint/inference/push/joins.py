@@ -11,12 +11,11 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgpack
 import xxhash
 
-from ...errors import BytecheckpointError, DeadlineError, EngineError, MismatchError, StateError
+from ...errors import BytecheckpointError, DeadlineError, MismatchError, StateError
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from .coordinator import PushCoordinator
@@ -163,23 +162,12 @@ class Join(Push):
             "transaction": self._transaction,
             "receivers": [worker.receiver for worker in coordinator.bound.workers],
             "assignments": assignments,
-            "endpoints": {},
             "tcp_only": self.sender.tcp_only,
             "deadline_s": self._hold_s,
             "finite": coordinator.finite,
             "lease_s": min(_LEASE_S, self._hold_s),
         }
-        unreached = self._begin(message, budget)
-        if unreached:
-            message["endpoints"] = coordinator.listen(unreached, budget)
-            unreached = self._begin(message, budget)
-        if unreached:
-            raise EngineError(f"{self.holder.name} cannot reach {len(unreached)} workers; push again")
-
-    def _begin(self, message: dict[str, Any], budget: Budget) -> set[int]:
-        """Return the targets that some worker cannot reach; these workers have not begun."""
-        answers = ask(self.holder, "send", message, budget.left)
-        return {target for answer in answers for target in answer["unreached"]}
+        ask(self.holder, "send", message, budget.left)
 
     def _wait(self, budget: Budget) -> list[bytes]:
         pause_s, begin, is_second_look = _FIRST_POLL_S, time.monotonic(), False

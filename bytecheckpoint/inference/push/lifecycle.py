@@ -41,7 +41,6 @@ _TRANSITIONS: Mapping[PushState, set[PushState]] = {
 }
 
 _ACCEPTED: Mapping[str, set[PushState]] = {
-    "listen": {PushState.RECEIVING},
     "join_group": {PushState.RECEIVING},
     "verify": {PushState.RECEIVING},
     "apply": {PushState.VERIFIED, PushState.APPLYING},

@@ -135,27 +135,20 @@ class PeerSource:
         return any(one.arena is not None and one.arena is version.arena for one in self._transfers.values())
 
     def send(self, message: Mapping[str, Any], receiver: str) -> dict[str, Any]:
-        """Begin to send, or return the targets that need an endpoint.
+        """Begin to send.
 
         A joining worker has an arena for its latest transaction only, so older transfers to it end.
         """
         transfer = self._of(message["transaction"])
-        if transfer.has_begun:
-            return {"unreached": []}
         sender = Sender(message["deadline_s"], tcp_only=message["tcp_only"])
         sender.finite = message["finite"]
         assignment = sender.take(message["assignments"][receiver])
-        mapped, endpoints = sender.shared_memory(assignment), message["endpoints"]
-        if not assignment.rings:
-            unreached = [target for target in sender.targets if target not in mapped and target not in endpoints]
-            if unreached:
-                return {"unreached": unreached}
         joining = frozenset(message["receivers"])
         for other in self._transfers.values():
             if other is not transfer and other.joining & joining:
                 other.end("another join of the same engine began")
-        transfer.begin(sender, assignment, mapped, endpoints, joining=joining, lease_s=message["lease_s"])
-        return {"unreached": []}
+        transfer.begin(sender, assignment, joining=joining, lease_s=message["lease_s"])
+        return {}
 
     def send_status(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the outcome (None while sending) and the bytes written. Raises the failure of the transfer."""
@@ -206,32 +199,17 @@ class _Transfer:
         self._error: BaseException | None = None
 
     @property
-    def has_begun(self) -> bool:
-        return self._thread is not None
-
-    @property
     def has_expired(self) -> bool:
         return time.monotonic() > self._expires
 
-    def begin(
-        self,
-        sender: Sender,
-        assignment: PushAssignment,
-        mapped: dict[int, Transport],
-        endpoints: Mapping[int, Any],
-        *,
-        joining: frozenset[str],
-        lease_s: float,
-    ) -> None:
-        """Send in a thread, over the ``mapped`` transports and connections to all other targets."""
+    def begin(self, sender: Sender, assignment: PushAssignment, *, joining: frozenset[str], lease_s: float) -> None:
+        """Send in a thread."""
         self.joining, self._lease_s = joining, lease_s
-        self._transports = mapped
+        self._transports = sender.shared_memory(assignment)
         self._deadline = time.monotonic() + sender.deadline_s
         self._renew()
         # A daemon thread: the interpreter must be able to end while a joining worker is stopped.
-        self._thread = threading.Thread(
-            target=self._run, args=(sender, assignment, endpoints), name="bcp-push-send", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(sender, assignment), name="bcp-push-send", daemon=True)
         self._thread.start()
 
     def outcome(self) -> bytes | None:
@@ -264,9 +242,9 @@ class _Transfer:
     def _ended(self) -> EngineError:
         return EngineError(f"sending to another engine was ended: {self._end_reason}")
 
-    def _run(self, sender: Sender, assignment: PushAssignment, endpoints: Mapping[int, Any]) -> None:
+    def _run(self, sender: Sender, assignment: PushAssignment) -> None:
         try:
-            self._outcome = self._write(sender, assignment, endpoints)
+            self._outcome = self._write(sender, assignment)
         except BaseException as error:  # noqa: BLE001 - the coordinator raises it
             # Interrupted transports raise other errors. A stream breaks when another sender has failed, whose
             # error is the cause.
@@ -278,14 +256,14 @@ class _Transfer:
             self._release()
             sender.close()
 
-    def _write(self, sender: Sender, assignment: PushAssignment, endpoints: Mapping[int, Any]) -> bytes:
+    def _write(self, sender: Sender, assignment: PushAssignment) -> bytes:
         assert self._source is not None
         for target in sender.targets:
             self._check()
             if target not in self._transports:
                 sender.deadline_s = max(self._deadline - time.monotonic(), 0.05)
                 try:
-                    self._transports[target] = sender.connect(assignment, target, endpoints.get(target))
+                    self._transports[target] = sender.connect(assignment, target)
                 except EngineError as error:
                     # A target of a stream closes its port when another sender fails, whose error is the cause.
                     raise SenderLost(str(error)) from error

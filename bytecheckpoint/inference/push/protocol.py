@@ -196,19 +196,16 @@ class RankPush(Push):
 
     def _open_arenas(self, stack: ExitStack) -> dict[int, Transport]:
         """Open a transport to every target of this sender: shared memory, or TCP where the arena cannot be mapped."""
-        op, sender = self.op, self.sender
-        with op.phase("push.transports"):
-            transports = sender.shared_memory(self._assignment)
-        missing = [target for target in sender.targets if target not in transports]
-        gathered = op.gather("push.transports", msgpack.packb(missing)) or ()
-        unmapped = {target for one in gathered for target in msgpack.unpackb(one)}
-        endpoints = self._share("push.endpoints", lambda leader: leader.listen(unmapped, self._budget()))
-        with op.phase("push.transports"):
-            for target in missing:
-                transport = sender.connect(self._assignment, target, endpoints[target])
-                stack.callback(transport.close)
-                transports[target] = transport
-        return transports
+        with self.op.phase("push.transports"):
+            transports = self.sender.shared_memory(self._assignment)
+            return {**transports, **self._connect(stack, [t for t in self.sender.targets if t not in transports])}
+
+    def _connect(self, stack: ExitStack, targets: Sequence[int]) -> dict[int, TcpTransport]:
+        found: dict[int, TcpTransport] = {}
+        for target in targets:
+            found[target] = self.sender.connect(self._assignment, target)
+            stack.callback(found[target].close)
+        return found
 
     def _stream(self, version: int | str) -> Sequence[bytes]:
         """Write to ring buffers while the engines load.
@@ -293,15 +290,11 @@ class RankPush(Push):
 
         With a group, chunks do not use them: rank 0 connects to all workers, and both ends notice each other's failure.
         """
-        found: dict[int, TcpTransport] = {}
         targets: Sequence[int] = self.sender.targets
         if self._assignment.is_group:
             targets = range(len(self._assignment.rings)) if self.coordinator else ()
         with self.op.phase("push.transports"):
-            for target in targets:
-                found[target] = self.sender.connect(self._assignment, target)
-                stack.callback(found[target].close)
-        return found
+            return self._connect(stack, targets)
 
 
 def _first_broken(gathered: Sequence[bytes]) -> tuple[bool, str] | None:

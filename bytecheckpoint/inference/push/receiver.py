@@ -22,7 +22,7 @@ import torch
 from ...errors import BytecheckpointError, CorruptionError, EngineError, StateError
 from ...telemetry.trace import notify
 from .engine_model import ChunkedTensors, EngineModel, LoadRecord, record_load
-from .layout import ChunkStore
+from .layout import ChunkStore, Waves
 from .leases import PauseLease
 from .lifecycle import PushLifecycle
 from .memory import STREAMED, HeldVersion, MemoryPolicy, VersionStore
@@ -161,33 +161,31 @@ class Receiver:
         version = self._versions.begin(table, layout, mode, self._source.reads)
         self._push.receive()
         if mode == STREAMED:
-            self._ring = _open_ring(message, policy, version, record, self._device)
+            waves = policy.ring(layout)
+            self._ring = _open_ring(message, waves, record, self._device)
             return {
                 "mode": mode,
                 "known": [],
                 "served": [],
                 "arena": self._ring.memory,
-                "ring": self._ring.plain(),
+                "endpoint": self._ring.endpoint,
+                "tokens": [],
+                "ring": [waves.slots, waves.slot_bytes],
                 "group": self._member.name,
                 "receptions": self._member.plan_digest,
             }
+        self._server = ChunkServer(version.chunks, message["deadline_s"])
         known, version.digests = version.digests, []
         served = self._versions.served
         is_same = served is not None and served.layout.digest == digest and served.arena is not None
         return {
             "mode": mode,
             "arena": version.arena and version.arena.address,
+            "endpoint": self._server.endpoint,
             "tokens": self._versions.tokens,
             "known": known,
             "served": served.digests if served is not None and is_same else [],
         }
-
-    def _listen(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Accept TCP connections of senders that cannot map the arena, until ``verify``."""
-        version = self._current("listen", message)
-        self._stop_listening()
-        self._server = ChunkServer(version.chunks, message["deadline_s"])
-        return {"tcp": self._server.endpoint}
 
     def _join_group(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Join a group and receive from it into the ring buffer."""
@@ -421,7 +419,6 @@ class Receiver:
     _handlers: Mapping[str, Callable[[Receiver, Mapping[str, Any]], dict[str, Any]]] = {
         "describe": _describe,
         "prepare": _prepare,
-        "listen": _listen,
         "join_group": _join_group,
         "verify": _verify,
         "apply": _apply,
@@ -461,15 +458,8 @@ def _header(receiver: str) -> dict[str, Any]:
     return {"receiver": receiver, "host": socket.gethostname(), "pid": os.getpid()}
 
 
-def _open_ring(
-    message: Mapping[str, Any],
-    policy: MemoryPolicy,
-    version: HeldVersion,
-    record: LoadRecord,
-    device: torch.device | None,
-) -> RingBuffer:
+def _open_ring(message: Mapping[str, Any], waves: Waves, record: LoadRecord, device: torch.device | None) -> RingBuffer:
     """Make a ring buffer in shared memory, in memory of a group's backend, or in memory of the worker's device."""
-    waves = policy.ring(version.layout)
     memory: RingMemory
     digests: Digests = xxh3_digests
     if message["group"]:

@@ -39,6 +39,7 @@ class PushAssignment:
 
     arenas: list[ArenaAddress | None]
     tokens: list[str]
+    endpoints: list[Any]
     rings: list[Any]
     on_device: bool
     is_group: bool
@@ -115,13 +116,14 @@ class Sender:
             check_finite(checked)
         self._is_checked = True
 
-    def connect(self, assignment: PushAssignment, target: int, endpoint: Any = None) -> TcpTransport:
-        """Connect to the ring buffer of a target, or to the plain ``endpoint`` of its arena. Raises ``EngineError``."""
+    def connect(self, assignment: PushAssignment, target: int) -> TcpTransport:
+        """Connect to the ring buffer or the arena of a target. Raises ``EngineError``."""
+        endpoint = Endpoint(*assignment.endpoints[target])
         if not assignment.rings:
-            return TcpTransport(Endpoint(*endpoint), self.deadline_s)
-        slots, _, endpoint = assignment.rings[target]
+            return TcpTransport(endpoint, self.deadline_s)
+        slots, _ = assignment.rings[target]
         return TcpTransport(
-            Endpoint(*endpoint),
+            endpoint,
             self.deadline_s,
             slots=slots,
             memory=None if self.tcp_only else assignment.arenas[target],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -81,10 +81,6 @@ class RingBuffer(ChunkStore):
     @property
     def memory(self) -> ArenaAddress | None:
         return self._memory.address
-
-    def plain(self) -> list[Any]:
-        """Return what senders must know: the slots, their size, and the endpoint."""
-        return [self._waves.slots, self._waves.slot_bytes, self.endpoint]
 
     @property
     def endpoint(self) -> Endpoint:
