@@ -24,14 +24,13 @@ from ..delivery import DeliveryReport, StoredWeights
 from ..layouts.hub_names import hub_tensors
 from ..layouts.recording import Copy, UnrecordedWrites, uncovered
 from ..push.messages import check_faults
-from .private import check_part
+from .private import imports_of
 
-check_part("loader")
-
-from vllm.config import LoadConfig, ModelConfig, get_current_vllm_config
-from vllm.logger import init_logger
-from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+with imports_of("loader"):
+    from vllm.config import LoadConfig, ModelConfig, get_current_vllm_config
+    from vllm.logger import init_logger
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 _LOAD_FORMAT = "bcp"
 _OPTIONS = frozenset(
@@ -120,8 +119,8 @@ class BcpModelLoader(BaseModelLoader):
         peers = self._options.get("peers", ())
         if not peers or model_config is not get_current_vllm_config().model_config:
             return False  # a draft model
-        check_part("push")
-        from .peers import join
+        with imports_of("push"):
+            from .peers import join
 
         token = self._options.get("token")
         return any(join(op, model, url, self._deadline_s, token) for url in peers)

@@ -1,4 +1,4 @@
-"""The model of a vLLM worker, for pushes. Needs vLLM, and its private names of the part "push" (``private.py``).
+"""The model of a vLLM worker, for pushes. Needs vLLM.
 
 Weights are applied by vLLM's own layerwise reload, which repeats what a layer does with its weights (packing,
 quantization) and writes the result into the memory that captured graphs use.
@@ -280,7 +280,7 @@ def receiver_of(vllm_config: Any, model: nn.Module, runner: Any = None) -> Recei
 
 
 def receiver_of_draft(vllm_config: Any, runner: Any) -> Receiver:
-    """The receiver of the draft model. Needs the part "drafts". Raises ``StateError`` for a worker without one that
+    """The receiver of the draft model. Raises ``StateError`` for a worker without one that
     accepts pushes."""
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
 

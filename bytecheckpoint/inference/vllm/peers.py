@@ -1,4 +1,4 @@
-"""Get what a running engine serves when vLLM starts. Needs vLLM, and its private names of the part "push".
+"""Get what a running engine serves when vLLM starts. Needs vLLM.
 
 It is a join (``push/joins.py``) before vLLM processes the weights. Rank 0 coordinates it; requests to this engine's
 workers are exchanges of the ranks, because vLLM does not answer requests yet.

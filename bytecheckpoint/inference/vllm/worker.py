@@ -13,7 +13,7 @@ from ...errors import StateError, UsageError
 from ..push.engines.answers import REPLICATED, post_answer
 from ..push.engines.base import split_target
 from ..push.receiver import Receiver, refuse
-from .private import check_part
+from .private import imports_of
 
 
 def answer(vllm_config: Any, model: Any, text: str, runner: Any = None) -> str:
@@ -31,17 +31,15 @@ def answer(vllm_config: Any, model: Any, text: str, runner: Any = None) -> str:
 def receiver(vllm_config: Any, model: Any, runner: Any = None, target: Any = None) -> Receiver:
     """The receiver of a target of a worker, by default its model. Raises ``StateError`` when vLLM lacks what a part
     needs, or the engine was started without it."""
-    check_part("push")
-    from .model import receiver_of, receiver_of_draft
-
+    with imports_of("push"):
+        from .model import receiver_of, receiver_of_draft
     if target is None:
         return receiver_of(vllm_config, model, runner)
     if "draft" in target:
-        check_part("drafts")
-        return receiver_of_draft(vllm_config, runner)
-    check_part("adapters")
-    from .adapters import receivers_of
-
+        with imports_of("drafts"):
+            return receiver_of_draft(vllm_config, runner)
+    with imports_of("adapters"):
+        from .adapters import receivers_of
     return receivers_of(model).receiver(target)
 
 
