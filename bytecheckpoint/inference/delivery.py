@@ -15,8 +15,8 @@ from ..load.shared_reads.negotiation import ShareReads
 from ..load.shared_reads.run import read_together
 from ..tensors.geometry import Box
 from ..tensors.shards import torch_dtype
-from .layouts.parts import StridedView, box_of
-from .layouts.recording import Copy, ReadView, Recorder
+from .layouts.parts import StridedView, box_of, runs_of
+from .layouts.recording import Copy, Recorder
 
 _SCRATCH_BYTES = 256 << 20  # in use at a time for reads that cannot go directly to a parameter
 
@@ -40,20 +40,6 @@ class DeliveryReport:
     read: int
     received: int
     seen: tuple[str, ...]
-
-
-class _ReadingRecorder(Recorder):
-    """Runs each copy at once."""
-
-    def __init__(self, read: ReadView) -> None:
-        super().__init__(read)
-        self._read_now = read
-
-    def add_copy(self, copy: Copy) -> None:
-        if copy.target.is_meta:
-            return  # the engine only counts elements
-        with torch.no_grad():
-            copy.target.copy_(self._read_now(copy.name, copy.view))
 
 
 class StoredWeights:
@@ -86,7 +72,7 @@ class StoredWeights:
 
     def tensors_read_by_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same pairs, for a loader that is not followed by ``deliver``: each of its copies reads what it needs."""
-        return self._recorded(_ReadingRecorder(self._read_view))
+        return self._recorded(Recorder(self._read_view, self._copy_now))
 
     def _recorded(self, recorder: Recorder) -> Iterator[tuple[str, torch.Tensor]]:
         names = (name for name in self._checkpoint if name.startswith(self._prefix))
@@ -119,7 +105,7 @@ class StoredWeights:
                 direct.append(part)
         received = read_together(op, self._checkpoint, direct, share_reads=share_reads)
         with op.phase("read"):
-            for batch in self._batches(others):
+            for batch in runs_of(others, self._scratch_bytes, _SCRATCH_BYTES):
                 self._read_and_copy(batch)
         return DeliveryReport(
             requested,
@@ -135,6 +121,10 @@ class StoredWeights:
         found = box_of(shape, copy.view)
         target = None if found is None else found.undo(copy.target)
         return None if found is None or target is None else (row, found.box, target)
+
+    def _copy_now(self, copy: Copy) -> None:
+        if not copy.target.is_meta:  # else the engine only counts elements
+            self._read_and_copy([copy])
 
     def _read_and_copy(self, copies: Sequence[Copy]) -> None:
         parts: list[_Part] = []
@@ -163,21 +153,9 @@ class StoredWeights:
         part = torch.empty(found.box.lengths, dtype=dtype)
         return (row, found.box, part), found.apply(part, view)
 
-    def _batches(self, copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-        """``copies`` in batches whose scratch memory stays within the limit."""
-        batch: list[Copy] = []
-        used = 0
-        for copy in copies:
-            _, shape, dtype = self._stored(copy.name)
-            numel = math.prod(shape) if box_of(shape, copy.view) is None else copy.view.numel
-            nbytes = numel * dtype.itemsize
-            if batch and used + nbytes > _SCRATCH_BYTES:
-                yield batch
-                batch, used = [], 0
-            batch.append(copy)
-            used += nbytes
-        if batch:
-            yield batch
+    def _scratch_bytes(self, copy: Copy) -> int:
+        _, shape, dtype = self._stored(copy.name)
+        return (math.prod(shape) if box_of(shape, copy.view) is None else copy.view.numel) * dtype.itemsize
 
     def _stored(self, name: str) -> tuple[int, tuple[int, ...], torch.dtype]:
         """The manifest row, shape and dtype of a stored tensor."""

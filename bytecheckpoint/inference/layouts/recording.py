@@ -68,22 +68,20 @@ class Copy:
 class Recorder:
     """Creates recorded tensors and collects what a loader does with them. Not thread-safe.
 
-    ``copies`` lists the copies in order; ``seen`` lists the views whose values the loader computed with.
+    ``copies`` lists the copies in order, unless ``on_copy`` is called instead at the moment of each copy. ``seen`` lists
+    the views whose values the loader computed with.
     """
 
-    def __init__(self, read: ReadView) -> None:
+    def __init__(self, read: ReadView, on_copy: Callable[[Copy], None] | None = None) -> None:
         self.copies: list[Copy] = []
         self.seen: list[tuple[str, StridedView]] = []
+        self.on_copy = on_copy or self.copies.append
         self._read = read
 
     def tensors(self, metas: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` for each stored tensor: the argument of ``load_weights``."""
         for name, shape, dtype in metas:
             yield name, _Recorded(self, name, torch.empty(shape, dtype=dtype, device="meta"))
-
-    def add_copy(self, copy: Copy) -> None:
-        """Record a copy at the moment when the loader makes it."""
-        self.copies.append(copy)
 
     def values(self, recorded: _Recorded) -> torch.Tensor:
         """Read the values of a recorded tensor."""
@@ -166,7 +164,7 @@ class _Recorded(torch.Tensor):
             # copy_ broadcasts; the recorded view then has strides of 0.
             target = args[0]
             source = args[1]._with_twin(args[1].twin.expand(target.shape))
-            source.recorder.add_copy(Copy(source.fqn, source.strided, target.detach()))
+            source.recorder.on_copy(Copy(source.fqn, source.strided, target.detach()))
             return target
         return func(*_with_values(args), **{key: _with_values(value) for key, value in kwargs.items()})
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from ...errors import DeadlineError, EngineError, StateError, UsageError
 from ...runtime.threads import run_daemon
+from ..layouts.parts import runs_of
 from .block_quantization import Blocks
 from .checkpoint_engine_update import Handle, Update, zeromq
 from .engine_model import EngineModel
@@ -189,7 +190,7 @@ class _WholeModel(EngineModel):
                 f"{self._engine.name} has not ended an earlier update that failed; is one of its workers stopped?"
             )
         named = list(weights)
-        sizes = [align_tensor(tensor.nbytes) for _, tensor in named]
+        sizes = list(map(_room_of, named))
         nbytes = max(min(align_tensor(self._bucket_bytes), sum(sizes)), max(sizes))
         buckets = make_buckets(self._devices, nbytes)
         guard = self._engine.guard
@@ -201,7 +202,7 @@ class _WholeModel(EngineModel):
                 update.begin(buckets.handles)
                 fault = f"{self._engine.name} has a part of a version and is left paused; push again, or restart it"
                 guard.on_exit(fault=fault)  # from here on
-                self._send(named, sizes, buckets, update)
+                self._send(named, buckets, update)
                 update.send(None)  # the workers release the memory
                 update.wait()
                 buckets.close()
@@ -218,33 +219,24 @@ class _WholeModel(EngineModel):
         finally:
             buckets.close()
 
-    def _send(
-        self, named: Sequence[tuple[str, torch.Tensor]], sizes: Sequence[int], buckets: Buckets, update: Update
-    ) -> None:
+    def _send(self, named: Sequence[tuple[str, torch.Tensor]], buckets: Buckets, update: Update) -> None:
         """Send tensors in runs that fit into a bucket; one bucket is filled while the workers read the other."""
-        for number, (begin, stop) in enumerate(_runs(sizes, buckets.nbytes)):
+        for number, run in enumerate(runs_of(named, _room_of, buckets.nbytes)):
             half, rows, offset = number % 2, [], 0
             bucket = buckets.bucket(half)
-            for (name, tensor), size in zip(named[begin:stop], sizes[begin:stop], strict=True):
+            for name, tensor in run:
                 bucket[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
                 place = half * buckets.nbytes + offset
                 rows.append({"name": name, "dtype": tensor.dtype, "shape": tensor.shape, "offset": place})
-                offset += size
+                offset += align_tensor(tensor.nbytes)
             buckets.publish(half, offset)
             update.wait()
             update.send(rows)
         update.wait()
 
 
-def _runs(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of consecutive tensors that fit into ``limit`` bytes together."""
-    begin = used = 0
-    for number, size in enumerate(sizes):
-        if used + size > limit:
-            yield begin, number
-            begin, used = number, 0
-        used += size
-    yield begin, len(sizes)
+def _room_of(named: tuple[str, torch.Tensor]) -> int:
+    return align_tensor(named[1].nbytes)
 
 
 _ALIGNMENT_BYTES = 256  # what checkpoint-engine uses

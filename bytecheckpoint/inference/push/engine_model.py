@@ -195,7 +195,7 @@ class ChunkedTensors:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and tensor, the argument of an engine's ``load_weights``."""
-        return _CopyingRecorder(self).tensors(self._table.metas())
+        return Recorder(self.values, self.copy).tensors(self._table.metas())
 
     def copy(self, copy: Copy) -> None:
         """Execute a copy of the loader."""
@@ -246,12 +246,3 @@ class ChunkedTensors:
             f"the engine's loader requests {name} {box} as {dtype}, which it did not request when it was recorded; "
             "does its use of weights depend on their values?"
         )
-
-
-class _CopyingRecorder(Recorder):
-    def __init__(self, tensors: ChunkedTensors) -> None:
-        super().__init__(tensors.values)
-        self._tensors = tensors
-
-    def add_copy(self, copy: Copy) -> None:
-        self._tensors.copy(copy)

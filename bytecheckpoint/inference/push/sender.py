@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -17,6 +16,7 @@ from ...control.connections import Endpoint
 from ...tensors.dtypes import is_lossless_cast
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
+from ..layouts.parts import runs_of
 from .block_quantization import QUANTIZED
 from .quantizer import Quantizer
 from .sources import PushSource
@@ -25,7 +25,7 @@ from .transports.cuda_ipc import compute_device
 from .transports.group import Membership
 from .transports.shared_memory import ArenaAddress, SharedMemoryTransport
 from .transports.tcp import TcpTransport
-from .writing import ChunkFormat, Job, check_finite, runs_of, unpack_writes, write_all
+from .writing import ChunkFormat, Job, check_finite, room_of, unpack_writes, write_all
 
 _CHECKED_BYTES = 64 << 20  # fetched and checked at once
 # Made, hashed and delivered at once. In host memory, a chunk that the cache still holds is hashed and copied faster; a
@@ -103,7 +103,7 @@ class Sender:
             return
         stored = {name: meta.dtype for name, meta in source.table.rows}
         # Scales are not stored; their weights are checked.
-        for run in runs_of([job for job in self.jobs if job.write.name in stored], attrgetter("write"), _CHECKED_BYTES):
+        for run in runs_of([job for job in self.jobs if job.write.name in stored], room_of, _CHECKED_BYTES):
             writes = dict.fromkeys((job.write.name, job.write.box, job.write.dtype) for job in run)
             fetched = source.fetch([(name, box) for name, box, _ in writes])
             checked = []

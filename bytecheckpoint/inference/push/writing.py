@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgpack
 import torch
@@ -17,13 +16,12 @@ from ...errors import StateError
 from ...runtime.threads import Threads
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
+from ..layouts.parts import runs_of
 from .layout import Write, align
 from .quantizer import Quantizer, torch_dtype_of
 from .sources import PushSource
 from .transports.base import THREADS, ChunkTarget, Digests, OutgoingChunk, Transport
 from .transports.cuda_ipc import synchronize
-
-T = TypeVar("T")
 
 _CHECK_S = 0.5
 _BATCH_BYTES = 64 << 20  # fetched at once; a checkpoint reads a batch in one request
@@ -44,6 +42,11 @@ class Job:
     def nbytes(self) -> int:
         """The total size in all places."""
         return self.write.nbytes * len(self.places)
+
+
+def room_of(job: Job) -> int:
+    """Return the bytes that the job's chunk takes in memory with others."""
+    return align(job.write.nbytes)
 
 
 class _Making(NamedTuple):
@@ -138,13 +141,13 @@ def write_all(
     """
     digests: list[int] = []
     fates = bytearray()
-    sizes = [align(job.write.nbytes) for job in jobs]
+    sizes = [room_of(job) for job in jobs]
     longest = min(sum(sizes), max(chunk_format.run_bytes, *sizes)) if sizes else 0
     writer = _Writer(transports, longest, quantizer, chunk_format)
     at = 0
     try:
         with Threads(THREADS, thread_name_prefix="bcp-push-write") as threads:
-            for batch in runs_of(jobs, attrgetter("write"), max(_BATCH_BYTES, THREADS * chunk_format.run_bytes)):
+            for batch in runs_of(jobs, room_of, max(_BATCH_BYTES, THREADS * chunk_format.run_bytes)):
                 check()
                 writes = [job.write for job in batch]
                 fetches = quantizer.fetches(writes)
@@ -155,7 +158,7 @@ def write_all(
                 for job, tensor in zip(batch, tensors, strict=True):
                     making.append(_Making(job, tensor, known[at : at + len(job.places)]))
                     at += len(job.places)
-                runs = runs_of(making, attrgetter("job.write"), chunk_format.run_bytes)
+                runs = runs_of(making, lambda one: room_of(one.job), chunk_format.run_bytes)
                 writing = [(run, threads.submit(writer.write, run)) for run in runs]
                 try:
                     for run, one in writing:
@@ -263,7 +266,7 @@ class _Writer:
             data = self._quantizer.unchanged_bytes(tensor, write, self._format.device)
             if data is None:
                 data = self._scratch(tensor)[used : used + write.nbytes]
-                used += align(write.nbytes)
+                used += room_of(job)
                 self._quantizer.fill(data.view(torch_dtype_of(write)).view(write.box.lengths), tensor, write)
             made.append(data)
         return made
@@ -287,18 +290,3 @@ def _deliver(ready: dict[Transport, list[OutgoingChunk]]) -> None:
     for transport, chunks in ready.items():
         transport.write(chunks)
     ready.clear()
-
-
-def runs_of(items: Sequence[T], write_of: Callable[[T], Write], limit: int) -> Iterator[list[T]]:
-    """Cut ``items`` into runs of at most ``limit`` bytes, and at least one item."""
-    run: list[T] = []
-    nbytes = 0
-    for item in items:
-        size = align(write_of(item).nbytes)
-        if run and nbytes + size > limit:
-            yield run
-            run, nbytes = [], 0
-        run.append(item)
-        nbytes += size
-    if run:
-        yield run
