@@ -68,7 +68,7 @@ class Copy:
 class Recorder:
     """Creates recorded tensors and collects what a loader does with them. Not thread-safe.
 
-    ``copies`` lists the copies in order, unless ``on_copy`` is called instead at the moment of each copy. ``seen`` lists
+    ``copies`` lists the copies in order, unless ``on_copy`` is called instead as each is made. ``seen`` lists
     the views whose values the loader computed with.
     """
 
