@@ -12,6 +12,7 @@ import torch
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import MismatchError, NameCollisionError, NameNotFoundError, UnsupportedTensorError, UsageError
+from ..format.safetensors import code_and_shape
 from ..load.matching import fault_lines
 from ..runtime.arguments import check_choice
 from ..tensors.dtypes import DTYPES, DType, is_meaningful_cast
@@ -181,7 +182,7 @@ def _expected_shapes(expected: Expected) -> dict[str, tuple[int, ...] | None]:
 
 
 def _check_dtypes(tensors: Sequence[OutputTensor]) -> None:
-    odd = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors if tensor.dtype.safetensors is None]
+    odd = [f"{one.name} ({one.dtype})" for one in tensors if code_and_shape(one.dtype, one.shape) is None]
     if odd:
         raise UnsupportedTensorError(
             f"safetensors has no dtype for {len(odd)} tensor(s): {shown(odd)}; leave them out with exclude"

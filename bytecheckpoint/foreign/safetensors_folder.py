@@ -16,15 +16,10 @@ from ..errors import (
     UnsupportedTensorError,
 )
 from ..format.hf_index import INDEX_KEY, SINGLE_KEY
-from ..format.safetensors import HeaderRecord, SafetensorsHeader, parse_header
+from ..format.safetensors import HeaderRecord, SafetensorsHeader, dtype_and_shape, parse_header
 from ..storage_backends.base import StorageBackend
-from ..tensors.dtypes import DTYPES, DType
 from ..tensors.metadata import BasicMeta
 from .source_path import SourcePath
-
-_BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors is not None}
-# This library writes this dtype under another code, because the standard reader cannot represent it.
-_BY_CODE["F8_E8M0"] = DTYPES["float8_e8m0fnu"]
 
 
 class SafetensorsFolder:
@@ -119,12 +114,12 @@ def meta_of(record: HeaderRecord, where: str) -> BasicMeta:
 
     Raises ``UnsupportedTensorError`` for a dtype that torch does not have.
     """
-    dtype: DType | None = _BY_CODE.get(record.dtype)
-    if dtype is None:
+    found = dtype_and_shape(record)
+    if found is None:
         raise UnsupportedTensorError(
-            f"{where}: {record.name!r:.200} has dtype {record.dtype}, which torch does not have"
+            f"{where}: {record.name!r:.200} is {record.dtype}{list(record.shape)}, for which torch has no dtype"
         )
-    return BasicMeta(dtype, record.shape)
+    return BasicMeta(*found)
 
 
 _MAX_INDEX_BYTES = 256 << 20  # refuse a larger index instead of parsing it

@@ -28,10 +28,10 @@ _MAX_INT = (1 << 63) - 1
 _METADATA = "__metadata__"
 _ENTRY_KEYS = frozenset(("dtype", "shape", "data_offsets"))
 
-# Bits per element of every code of the format. The last four are only read: torch has no such dtype, or the stock
-# Python reader cannot map it.
-_CODE_BITS: dict[str, int] = {d.safetensors: 8 * d.itemsize for d in DTYPES.values() if d.safetensors is not None}
-_CODE_BITS |= {"F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_PACKED = "F4"  # two elements of the format are one of torch
+_BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors is not None}
+# Bits per element of every code of the format. torch has no dtypes for the last two.
+_CODE_BITS = {code: 8 * dtype.itemsize for code, dtype in _BY_CODE.items()} | {_PACKED: 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,21 @@ def shard_name(fqn: str, box: Box, *, whole: bool) -> str:
     return fqn if whole else f"{fqn}{box}"
 
 
+def code_and_shape(dtype: DType, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Return the code and the shape by which the format describes such a tensor; None if it cannot."""
+    if dtype.safetensors == _PACKED:
+        return (_PACKED, (*shape[:-1], 2 * shape[-1])) if shape else None
+    return None if dtype.safetensors is None else (dtype.safetensors, shape)
+
+
+def dtype_and_shape(record: HeaderRecord) -> tuple[DType, tuple[int, ...]] | None:
+    """Return dtype and shape of the tensor as torch describes it; None if it cannot."""
+    dtype, shape = _BY_CODE.get(record.dtype), record.shape
+    if record.dtype == _PACKED:
+        return (DTYPES["float4_e2m1fn_x2"], (*shape[:-1], shape[-1] // 2)) if shape and not shape[-1] % 2 else None
+    return None if dtype is None else (dtype, shape)
+
+
 def build_header(entries: Sequence[HeaderEntry], metadata: dict[str, str]) -> bytes:
     """Return the first bytes of a file, up to the data area. ``entries`` are in file order and lie back to back.
 
@@ -84,9 +99,7 @@ def build_header(entries: Sequence[HeaderEntry], metadata: dict[str, str]) -> by
         _check_name(entry.name, is_taken=entry.name in header)
         if entry.nbytes != prod(entry.shape) * entry.dtype.itemsize:
             raise FormatError(f"{entry.name}: {entry.nbytes} bytes are not {entry.dtype}{list(entry.shape)}")
-        code, shape = entry.dtype.safetensors, list(entry.shape)
-        if code is None:
-            code, shape = "U8", [*shape, entry.dtype.itemsize]
+        code, shape = code_and_shape(entry.dtype, entry.shape) or ("U8", (*entry.shape, entry.dtype.itemsize))
         header[entry.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, begin + entry.nbytes]}
         begin += entry.nbytes
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()

@@ -12,7 +12,10 @@ from ..errors import FormatError
 
 
 class DType(NamedTuple):
-    """One element type. ``itemsize`` is in bytes; ``safetensors`` is None if that format has no code for it."""
+    """One element type. ``itemsize`` is in bytes; ``safetensors`` is None if that format has no code for it.
+
+    ``format/safetensors.py`` maps shapes, too.
+    """
 
     name: str
     itemsize: int
@@ -45,9 +48,8 @@ _TABLE: list[tuple[str, int, str, str | None]] = [
     ("float8_e5m2", 1, "float", "F8_E5M2"),
     ("float8_e4m3fnuz", 1, "float", "F8_E4M3FNUZ"),
     ("float8_e5m2fnuz", 1, "float", "F8_E5M2FNUZ"),
-    # The stock Python reader of safetensors does not map F8_E8M0 yet, so it is stored as U8.
-    ("float8_e8m0fnu", 1, "float", None),
-    ("float4_e2m1fn_x2", 1, "bits", None),
+    ("float8_e8m0fnu", 1, "float", "F8_E8M0"),
+    ("float4_e2m1fn_x2", 1, "bits", "F4"),  # safetensors counts each of the two numbers in an element
     *((f"{sign}int{bits}", 1, "bits", None) for sign in ("", "u") for bits in range(1, 8)),
     ("bits8", 1, "bits", None),
     ("bits16", 2, "bits", None),
