@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import torch
 
 from ..convert.export import ExportedBox
 from ..errors import StateError
-from ..inference.layouts.hub_names import hub_tensors
+from ..inference.layouts.hub_names import configuration_of, hub_tensors
 from ..inference.layouts.parts import StridedView, box_of
 from ..inference.layouts.recording import Recorder
 from ..tensors.metadata import BasicMeta
@@ -57,7 +58,7 @@ class ConfiguredModel:
         if kind is None:
             names = ", ".join(map(str, config.get("architectures") or [])) or "(none given)"
             raise StateError(f"{where}: transformers does not support the architecture {names}")
-        configuration = kind.config_class.from_dict(dict(config))
+        configuration = configuration_of(kind.config_class, json.dumps(config))
         with torch.device("meta"):
             model = kind(configuration)
         model.tie_weights()

@@ -75,6 +75,21 @@ def test_exports_load_with_equal_logits(tmp_path: Path, kind: str) -> None:
     assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()), _logits(model))
 
 
+def test_a_configuration_with_an_infinite_number(tmp_path: Path) -> None:
+    """transformers writes an infinite number as an object."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "num_hidden_layers": 1}
+    model = Mamba2ForCausalLM(Mamba2Config(**sizes, vocab_size=64, n_groups=1))
+    model.save_pretrained(tmp_path / "hf")
+    assert "__float__" in (tmp_path / "hf" / "config.json").read_text()
+    bcp.save(tmp_path / "own", {"model": model})
+    ran = _bcp("export", tmp_path / "own", tmp_path / "out", "--config-from", tmp_path / "hf")
+    assert ran.exit_code == 0, ran.output
+    assert "complete according to config.json" in ran.output
+    assert Mamba2Config.from_pretrained(tmp_path / "out").time_step_limit[1] == float("inf")
+
+
 @pytest.mark.parametrize("kind", _EXPERT)
 @pytest.mark.parametrize("source", ["own", "hf"])
 @pytest.mark.sampled(2)

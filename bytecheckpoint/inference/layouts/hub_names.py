@@ -57,5 +57,15 @@ def _in_memory(kind: Any, config: str) -> tuple[Any, frozenset[str]]:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(kind.from_dict(json.loads(config)))
+        model = AutoModelForCausalLM.from_config(configuration_of(kind, config))
     return model, frozenset(model.state_dict())
+
+
+def configuration_of(kind: Any, text: str) -> Any:
+    """Return the configuration of this class in a ``config.json``. transformers writes infinite floats as objects."""
+    return kind.from_dict(json.loads(text, object_hook=_number_of))
+
+
+def _number_of(found: dict[str, Any]) -> Any:
+    is_number = found.keys() == {"__float__"} and found["__float__"] in ("Infinity", "-Infinity", "NaN")
+    return float(found["__float__"]) if is_number else found
