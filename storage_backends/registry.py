@@ -210,18 +210,18 @@ def absolute_url(url: object) -> str:
         url: A path or a URL.
 
     Returns:
-        The URL; of a path, the absolute path.
+        The URL; of a path or a file URL, the absolute path.
 
     Raises:
         StorageError: The path is relative, and the working directory was removed.
-        UnsupportedURLError: As ``url_text``.
+        UnsupportedURLError: As ``url_text``, and for a file URL that is not valid.
     """
-    text = url_text(url)
-    if _CHAIN.match(text) or _scheme_of(text):
-        return text
-    from .local.backend import absolute_path
+    from .local.backend import LocalBackend, absolute_path, local_path
 
-    path = absolute_path(os.path.expanduser(text))
+    text = url_text(url)
+    if _CHAIN.match(text) or _scheme_of(text) not in ("", *LocalBackend.schemes):
+        return text
+    path = absolute_path(local_path(text))
     return f"{path}/" if text.endswith("/") and path != "/" else path  # a slash at the end names a folder
 
 

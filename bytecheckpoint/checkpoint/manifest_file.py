@@ -22,6 +22,7 @@ from ..errors import (
     UnansweredError,
     UsageError,
 )
+from ..format.lfs import refuse_pointer
 from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, START, Manifest, decode, encode
 from ..storage_backends import folder_name
 from ..storage_backends.base import Conditions, StorageBackend
@@ -41,9 +42,12 @@ def read_manifest_bytes(backend: StorageBackend) -> bytes:
     Raises ``CheckpointNotFoundError`` if nothing is stored there and ``NotACheckpointError`` if other files are.
     """
     try:
-        return backend.get(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES)
+        found = backend.get(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES)
     except KeyNotFoundError:
         pass
+    else:
+        refuse_pointer(found[:16], f"{backend.url}/{MANIFEST_KEY}")
+        return found
     children = backend.list_children("")
     if not children:
         raise CheckpointNotFoundError(f"no checkpoint at {backend.url}: nothing is stored there; check the path")

@@ -16,6 +16,7 @@ from ..errors import (
     UnsupportedTensorError,
 )
 from ..format.hf_index import INDEX_KEY, SINGLE_KEY
+from ..format.lfs import refuse_pointer
 from ..format.safetensors import HeaderRecord, SafetensorsHeader, dtype_and_shape, parse_header
 from ..storage_backends.base import StorageBackend
 from ..tensors.metadata import BasicMeta
@@ -87,16 +88,19 @@ class SafetensorsFolder:
             self.backend.read_into(key, offset, buffer)
             return bytes(buffer)
 
+        where = f"{self.backend.url}/{key}"
+
         try:
             return parse_header(read, self.backend.stat(key).size)
         except KeyNotFoundError as error:
             if self._index is None:
                 raise CheckpointNotFoundError(f"no file {key} at {self.backend.url}; check the path") from error
             raise CorruptionError(
-                f"{self.backend.url}/{key}: file is missing, but {INDEX_KEY} names it; fetch it, or export again"
+                f"{where}: file is missing, but {INDEX_KEY} names it; fetch it, or export again"
             ) from error
         except FormatError as error:
-            raise FormatError(f"{self.backend.url}/{key}: {error}") from error
+            refuse_pointer(read(0, min(16, self.backend.stat(key).size)), where)
+            raise FormatError(f"{where}: {error}") from error
 
     def _check_names(self) -> None:
         found: dict[str, str] = {}
@@ -150,10 +154,12 @@ def read_weight_map(backend: StorageBackend, key: str, suffix: str) -> dict[str,
 
 
 def check_weight_map(index: Mapping[str, str], found: Mapping[str, str], url: str, key: str) -> None:
-    """Compare the index at ``key`` with the file in which each name was found. Raises ``FormatError``."""
-    if found == index:
-        return
+    """Compare the index at ``key`` with the file in which each name was found. Raises ``FormatError``.
+
+    A file may hold more than the index lists: transformers loads that, too.
+    """
     faults = [f"{name!r:.200} is not in {file}" for name, file in index.items() if found.get(name) != file]
-    faults += [f"{name!r:.200} of {file} is not listed" for name, file in found.items() if name not in index]
+    if not faults:
+        return
     more = f"; and {len(faults) - _MAX_SHOWN} more" if len(faults) > _MAX_SHOWN else ""
     raise FormatError(f"{url}: {key} disagrees with the files: {'; '.join(faults[:_MAX_SHOWN])}{more}")

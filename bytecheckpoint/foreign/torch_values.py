@@ -11,12 +11,13 @@ import torch
 
 from ..checkpoint.index import Index
 from ..errors import CorruptionError, KeyNotFoundError, NotACheckpointError, UnsupportedTensorError
+from ..format.lfs import refuse_pointer
 from ..format.values import UnreadObject
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
-from .archives import read_archive
+from .archives import LEGACY_MAGIC, read_archive
 from .building import IndexBuilder, StoredLeaf
 from .naming import sections_of
 from .pickles import Global, Instance, Storage, TensorRef, explain
@@ -117,22 +118,28 @@ def read_torch_file(source: SourcePath) -> Index | None:
     """
     if not source.name:
         return None
-    magic = bytearray(4)
     try:
-        if source.backend.stat(source.name).size < len(magic):
-            return None
+        size = source.backend.stat(source.name).size
+        magic = bytearray(min(size, 2 + len(LEGACY_MAGIC)))
         source.backend.read_into(source.name, 0, magic)
     except KeyNotFoundError:
         return None
-    if magic == _GGUF:
+    if magic.startswith(_GGUF):
         raise NotACheckpointError(
             f"{source.url} is a GGUF file of llama.cpp, whose quantized blocks are not read; use the safetensors files "
             f"that it was converted from"
         )
-    if magic != _ZIP:
+    refuse_pointer(bytes(magic), source.url)
+    if not magic.startswith(_ZIP) and magic[2:] != LEGACY_MAGIC:
         return None
     builder = IndexBuilder(source.backend, "torch.save")
-    tree = TorchValues(builder).tree(read_archive(source.backend, source.name).value)
+    value = read_archive(source.backend, source.name).value
+    tree = TorchValues(builder).tree(value)
+    if isinstance(tree, UnreadObject):
+        raise NotACheckpointError(
+            f"{source.url} holds {tree.what}, pickled as a whole; in a program that has its class, save a dictionary: "
+            f"torch.save(model.state_dict(), path)"
+        )
     for section, part in sections_of(tree).items():
         builder.add_tree(section, part)
     return builder.build(name=source.name, step=_step_of(tree))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 from typing_extensions import Buffer
 
@@ -29,6 +30,7 @@ from ..buffers import byte_view, check_max_size
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
 from ..posix import free_bytes, write_at
 from .directories import (
+    is_readable_below,
     is_within,
     link_exclusive,
     lock_temporary,
@@ -107,12 +109,7 @@ class LocalBackend(StorageBackend):
                 f"local storage takes no option but direct_io (True or False), got {sorted(options) or direct_io!r} "
                 f"for {url!r}"
             )
-        if not url.lower().startswith(tuple(f"{scheme}://" for scheme in cls.schemes)):
-            return cls(os.path.expanduser(url), direct_io=direct_io)
-        found = _FILE_URL.fullmatch(url)
-        if found is None:
-            raise UnsupportedURLError(f"{url!r}: a file URL is file:///absolute/path, with three slashes and no host")
-        return cls(found["path"], direct_io=direct_io)
+        return cls(local_path(url), direct_io=direct_io)
 
     @property
     def url(self) -> str:
@@ -229,7 +226,7 @@ class LocalBackend(StorageBackend):
                 if entry.is_dir():
                     if _has_objects(entry.path, top, is_object_key):
                         names.append(entry.name + "/")
-                elif entry.is_file():
+                elif entry.is_file() or entry.is_symlink():  # reading a broken link raises an error that names it
                     names.append(entry.name)
         return sorted(names)
 
@@ -287,7 +284,7 @@ class LocalBackend(StorageBackend):
 
     def _resolve(self, key: str, action: str) -> str:
         """Return the path of ``key`` with all symbolic links resolved, for reading."""
-        return self._followed(self._top_for(key, action), key, action)
+        return self._followed(self._top_for(key, action), key, action, is_readable_below)
 
     def _top_for(self, key: str, action: str) -> str:
         """Check the key and return the resolved root."""
@@ -297,16 +294,18 @@ class LocalBackend(StorageBackend):
             raise StorageError(f"{action}: names that begin with {TEMPORARY_PREFIX!r} are reserved")
         return self._root.resolved()
 
-    def _followed(self, top: str, below: str, action: str) -> str:
+    def _followed(self, top: str, below: str, action: str, accept: Callable[[str, str], bool] = is_within) -> str:
         """Resolve all symbolic links in ``below``, a path below the resolved root; reject links that leave the root."""
         path = top
         for component in below.split("/"):
             path = os.path.join(path, component)
             # Links are rare, and realpath would check every component of the root again.
             if os.path.islink(path):
-                path = os.path.realpath(os.path.join(top, below))
-                if not is_within(path, top):
+                link, path = path, os.path.realpath(os.path.join(top, below))
+                if not accept(path, top):
                     raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {path}")
+                if not os.path.exists(link):
+                    raise StorageError(f"{action}: it is a symbolic link to {path}, which does not exist")
                 return path
         return path
 
@@ -319,6 +318,16 @@ class LocalBackend(StorageBackend):
         if not is_within(directory, top):
             raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {directory}")
         return directory, top
+
+
+def local_path(url: str) -> str:
+    """Return the path of a file URL, without its escapes, or of a path. Raises ``UnsupportedURLError``."""
+    if not url.lower().startswith(tuple(f"{scheme}://" for scheme in LocalBackend.schemes)):
+        return os.path.expanduser(url)
+    found = _FILE_URL.fullmatch(url)
+    if found is None:
+        raise UnsupportedURLError(f"{url!r}: a file URL is file:///absolute/path, with three slashes and no host")
+    return unquote(found["path"])
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
@@ -385,7 +394,7 @@ def _should_follow(entry: os.DirEntry[str], top: str, parents: tuple[str, ...] =
     if not entry.is_symlink():
         return True
     target = os.path.realpath(entry.path)
-    if not is_within(target, top):
+    if not is_readable_below(target, top):
         _log.warning("not listing %s: it leads out of %s, to %s", entry.path, top, target)
         return False
     if target in parents:

@@ -22,6 +22,15 @@ def is_within(path: str, top: str) -> bool:
     return path == top or path.startswith(top.rstrip("/") + "/")
 
 
+def is_readable_below(path: str, top: str) -> bool:
+    """Whether ``path`` is below ``top``, or is what a snapshot of the Hugging Face cache links to. Both are resolved.
+
+    In that cache, ``<model>/snapshots/<revision>`` consists of links to files in ``<model>/blobs``.
+    """
+    model, snapshots, _ = top.rpartition("/snapshots/")
+    return is_within(path, top) or (bool(snapshots) and is_within(path, f"{model}/blobs"))
+
+
 def make_directories(path: str) -> None:
     """Create a directory and its missing parents, and make each one durable before anything is put in it."""
     try:

@@ -231,8 +231,8 @@ def test_hostile_sources_are_refused(tmp_path: Path, bcp_command) -> None:
     refused(4, "model-1.safetensors")
     header_file(file, {"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 4]}}, b"1234")
     refused(4, "does not take 4 bytes")
-    header_file(file, {"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}, b"1234")
-    refused(6, "dtype F4")
+    header_file(file, {"a": {"dtype": "F6_E2M3", "shape": [8], "data_offsets": [0, 6]}}, b"123456")
+    refused(6, "F6_E2M3")
     header_file(file, {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"1234")
     for weight_map, code, words in (
         ({"a": "../model-1.safetensors"}, 4, "not a safetensors file in the same folder"),

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import CorruptionError, FormatError, MismatchError, NotACheckpointError
+from bytecheckpoint.errors import CorruptionError, FormatError, MismatchError, NotACheckpointError, StorageError
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -190,3 +191,51 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, error: type[Exc
     (tmp_path / "x.pt").write_bytes(content)
     with pytest.raises(error, match=message):
         bcp.open(tmp_path / "x.pt")
+
+
+def test_files_of_the_format_before_zip_archives(tmp_path: Path) -> None:
+    model, other = _model(), _model()
+    torch.save({"model": model.state_dict(), "step": 7}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    report = bcp.load(tmp_path / "old.pt", {"model": other})
+    assert report.step == 7
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "manifest.msgpack"])
+def test_pointers_of_git_lfs_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(_POINTER)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(NotACheckpointError, match=r"is a pointer of Git LFS.*git lfs pull"):
+            bcp.open(path)
+
+
+def test_a_module_that_was_pickled_as_a_whole_is_named(tmp_path: Path) -> None:
+    torch.save(_model(), tmp_path / "model.pt")
+    with pytest.raises(NotACheckpointError, match=r"class torch.nn.modules.container.Sequential.*state_dict\(\)"):
+        bcp.open(tmp_path / "model.pt")
+
+
+def test_a_snapshot_of_the_hugging_face_cache_consists_of_links(tmp_path: Path) -> None:
+    model, other = _model(), _model()
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    save_file(model.state_dict(), blobs / "abc")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
+    for path in (snapshot, snapshot / "model.safetensors"):
+        bcp.load(path, {"model": other})
+        assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+    (blobs / "abc").unlink()
+    for path in (snapshot, snapshot / "model.safetensors"):
+        with pytest.raises(
+            StorageError, match=r"model.safetensors.*symbolic link to .*blobs/abc, which does not exist"
+        ):
+            bcp.open(path)
+    (snapshot / "model.safetensors").unlink()
+    (tmp_path / "secret").write_bytes(b"x")
+    (snapshot / "model.safetensors").symlink_to("../../../secret")
+    with pytest.raises(StorageError, match="leads out of the root"):
+        bcp.open(snapshot / "model.safetensors")

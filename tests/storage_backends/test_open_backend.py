@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from bytecheckpoint.errors import StorageError, UnsupportedURLError
-from bytecheckpoint.storage_backends import StorageBackend, check_key, join, open_backend, registry
+from bytecheckpoint.storage_backends import StorageBackend, absolute_url, check_key, join, open_backend, registry
 from bytecheckpoint.storage_backends.buffers import WrittenRanges
 from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend
 from bytecheckpoint.storage_backends.keys import is_object_key
@@ -51,13 +51,14 @@ def test_paths_and_file_urls_are_local(tmp_path: Path, monkeypatch: pytest.Monke
         "local:///a/b": "/a/b",
         "~/runs": "/home/somebody/runs",
         "/odd::name": "/odd::name",
-        "file:///a%20b": "/a%20b",
+        "file:///a%20b": "/a b",
+        "/a%20b": "/a%20b",
     }
     for url, path in expected.items():
         backend = open_backend(url)
         assert isinstance(backend, LocalBackend)
         assert backend.url == path
-        assert open_backend(backend.url).url == path
+        assert open_backend(backend.url).url == absolute_url(url) == path
     assert open_backend(tmp_path / "x").url == str(tmp_path / "x")
 
 

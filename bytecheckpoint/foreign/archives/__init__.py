@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .embedded import EmbeddedArchives, read_embedded
+from .legacy import LEGACY_MAGIC
 from .torch_archive import TorchArchive, read_archive
 
-__all__ = ["EmbeddedArchives", "TorchArchive", "read_archive", "read_embedded"]
+__all__ = ["LEGACY_MAGIC", "EmbeddedArchives", "TorchArchive", "read_archive", "read_embedded"]

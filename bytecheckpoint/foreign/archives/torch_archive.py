@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CorruptionError, FormatError
+from ...format.lfs import refuse_pointer
 from ...storage_backends.base import ObjectReader, StorageBackend
 from ..pickles import Global, Instance, Storage, interpret, storage_dtype
 from ..pickles.interpreter import MAX_PICKLE_BYTES
@@ -76,6 +77,7 @@ def read_archive(backend: StorageBackend, key: str, *, base: int = 0, length: in
         head = ByteWindow(reader, base, length, where).read(0, min(length, 2 + len(LEGACY_MAGIC)))
         if head[2:] == LEGACY_MAGIC:
             return TorchArchive(*read_legacy(reader, key, base, length, where))
+        refuse_pointer(head, where)
         if not head.startswith(b"PK"):
             raise FormatError(f"{where}: torch.save did not write it; it begins with {head[:8]!r}")
         parts = read_parts(reader, base, length, where)

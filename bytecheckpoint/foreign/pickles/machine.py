@@ -143,7 +143,7 @@ class Machine:
     def call(self, function: Any, args: Any, kwargs: Any = None, *, new: bool = False) -> None:
         """Push the result of a call, or a new object. Nothing but functions of this library is ever called."""
         if type(function) is not Global:
-            raise FormatError(f"a {type(function).__name__} is called")
+            raise FormatError(f"it calls an object of type {type(function).__name__}")
         if type(args) is not tuple or not (kwargs is None or type(kwargs) is dict):
             raise FormatError(f"the arguments of {function} are no tuple")
         known = None if new or kwargs else FUNCTIONS.get(function)
