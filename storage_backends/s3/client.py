@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import ssl
+import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -38,9 +39,13 @@ _log = logging.getLogger(__name__)
 
 _CONNECTIONS = 32
 _CONNECT_S = 10
+_RENEW_S = 10.0  # between two reads of the credentials, if the store keeps refusing them
 _PIECE_BYTES, _READ_CHUNK = 256 << 10, 1 << 20
 _REFUSED_CODES = frozenset({"412", "PreconditionFailed", "404", "NoSuchKey"})
 _UNKNOWN_CODES = frozenset({"400", "501", "InvalidArgument", "InvalidRequest", "NotImplemented"})
+# A reply to HEAD has no body, and so no code but its status.
+_STALE_CODES = {"400", "401", "403", "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken"}
+_STALE_CODES |= {"TokenRefreshRequired"}
 _KNOWN_HOSTS = (".amazonaws.com", ".amazonaws.com.cn")
 _OTHER_VERSION = f'"{hashlib.md5(b"another object", usedforsecurity=False).hexdigest()}"'
 
@@ -189,6 +194,8 @@ class S3Client(EndpointSession):
         # Used on the event loop only.
         self._put_rules: asyncio.Future[PutRules] | None = None
         self._attached: Any = None
+        self._renewing = asyncio.Lock()
+        self._renewed_at = -_RENEW_S
 
     def split(self, url: str) -> tuple[str, str]:
         """Return the bucket and the key of a URL."""
@@ -201,9 +208,29 @@ class S3Client(EndpointSession):
         return "" if is_known_endpoint(url) else without_userinfo(url)
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """Send one request, once."""
-        await self._connected()
+        """Send one request, once; again if the store refuses credentials that have been replaced since."""
+        s3 = await self._connected()
+        try:
+            return await self._fs._call_s3(method, **arguments)
+        except Exception as error:
+            if code_of(error) not in _STALE_CODES or not await self._renew(s3):
+                raise
+        if isinstance(body := arguments.get("Body"), Body):
+            body.seek(0)
         return await self._fs._call_s3(method, **arguments)
+
+    async def _renew(self, s3: Any) -> bool:
+        """Read the credentials of ``s3`` again, unless that was done a moment ago; return whether others are used now.
+
+        botocore reads a file of credentials, or asks a process for them, once.
+        """
+        if self._fs.key or self._fs.anon:
+            return False
+        async with self._renewing:
+            if s3 is self._attached and time.monotonic() >= self._renewed_at + _RENEW_S:
+                self._renewed_at = time.monotonic()
+                await self._fs.set_session(refresh=True)
+            return await self._connected() is not s3
 
     async def put_rules(self, address: dict[str, str], deadline_s: float) -> PutRules:
         """Return what the endpoint makes of conditions, which is found out once with a new object at ``address``."""

@@ -613,6 +613,39 @@ def test_wrong_credentials(bucket: str, s3: dict[str, Any], monkeypatch: pytest.
         backend.put("object", b"x")
 
 
+@pytest.mark.parametrize("when", ["between", "within an upload"])
+def test_credentials_that_are_replaced_in_their_file(
+    proxy: FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str
+) -> None:
+    """The store refuses the old ones: they are read again, and only what is still refused is an error."""
+
+    def provide(key: str) -> None:
+        (tmp_path / "credentials").write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key=testing\n")
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setattr(parts, "PART_BYTES", PART)
+    monkeypatch.setattr(s3_client, "_RENEW_S", 0.0)
+    provide("old")
+    backend = open_backend(f"s3://{bucket}/root", endpoint_url=proxy.url)
+    backend.put("small", b"before")
+    if when == "within an upload":
+        provide("new")
+        proxy.rule = lambda exchange: "expired" if exchange.key == "old" and exchange.part == 2 else None
+        _write(backend)
+        assert backend.get("object") == DATA
+        return
+    proxy.rule = lambda exchange: "expired" if exchange.key == "old" else None
+    with pytest.raises(AccessDeniedError, match="the credentials have expired"):
+        backend.get("small")
+    provide("new")
+    assert backend.stat("small").size == 6
+    assert backend.get("small") == b"before"
+    backend.put("small", b"after")
+    assert backend.get("small") == b"after"
+
+
 def test_backends_share_a_client(bucket: str, s3: dict[str, Any], proxy: FaultProxy) -> None:
     options = {**s3, "endpoint_url": proxy.url}
     first, second = (open_backend(f"s3://{bucket}/{name}", **options) for name in "ab")

@@ -45,7 +45,8 @@ _CONDITIONS = re.compile(rb"(?i)\r\nif-(?:none-)?match: [^\r]+")
 class Exchange:
     """A request, before it is passed on.
 
-    ``number`` counts requests of the same ``kind`` from 1. ``start`` is the first byte that it asks for.
+    ``number`` counts requests of the same ``kind`` from 1. ``start`` is the first byte that it asks for. ``key`` is the
+    access key that signs it.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Exchange:
     part: int | None
     path: str
     start: int = 0
+    key: str = ""
 
 
 Rule = Callable[[Exchange], str | None]
@@ -231,7 +233,8 @@ class FaultProxy:
             kind = "list"
         with self._lock:
             self.kinds.append(kind)
-            return Exchange(kind, self.kinds.count(kind), part, urlsplit(target).path, start)
+            key = _header(head, b"authorization").partition(b"Credential=")[2].partition(b"/")[0].decode()
+            return Exchange(kind, self.kinds.count(kind), part, urlsplit(target).path, start, key)
 
     def _ask(self, head: bytes, body: bytes) -> bytes:
         request, *lines = head.rstrip(b"\r\n").split(b"\r\n")
