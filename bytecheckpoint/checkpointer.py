@@ -15,6 +15,7 @@ from .checkpoint.discovery import CompleteCheckpoint, find_newest
 from .checkpoint.index import Index
 from .checkpoint.location import AnyLocation, Location
 from .checkpoint.nearest import open_nearest
+from .checkpoint.renaming import Rename
 from .checkpoint.selection import Selection
 from .checkpoint.sweep import FilesGoneError
 from .checkpoint.watch import watch
@@ -22,7 +23,7 @@ from .control import current_communicator
 from .control.base import Communicator, Operation
 from .errors import BytecheckpointError, RankFailedError, UsageError
 from .foreign.opening import CheckpointSource
-from .load.options import Cast, LoadOptions, LoadRequest, Rename, Strictness
+from .load.options import Cast, LoadOptions, LoadRequest, Strictness
 from .load.protocol import load
 from .load.report import LoadReport
 from .rules import Rules
@@ -388,9 +389,10 @@ class Checkpointer:
                 under the names of ``state``, that is, after ``rename``. A pattern that matches no name, neither of
                 ``state`` nor stored in its sections, is an error.
             exclude: Shell patterns of what not to load; applied after ``include``, with the same rules.
-            rename: Mapping from stored full names to those of ``state``, or a function that maps one to the other. The
-                keys of a mapping are names of the checkpoint; a key that is not stored is an error, unless it belongs
-                to a section that is not loaded. Optimizer state follows its parameter and cannot be a key.
+            rename: Mapping from stored full names to those of ``state``, or a function that maps one to the other. A
+                key that ends in a dot is the beginning of names: ``{"ema.module.": "model."}`` loads averaged weights
+                into the model. What comes from another section takes the place of what has the name already. A key or
+                a function that matches nothing stored is an error. Optimizer state follows its parameter.
             cast: Which dtype conversions are allowed. "exact": none. "widen": those that keep every value. "any": also
                 those that round.
             options: How to read: ``LoadOptions``, or a mapping of its fields.
@@ -439,6 +441,7 @@ class Checkpointer:
         self,
         path: AnyLocation,
         *,
+        rename: Rename | None = None,
         options: LoadOptions | Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
@@ -449,6 +452,7 @@ class Checkpointer:
 
         Args:
             path: Local path, URL of any fsspec filesystem, or ``Location``.
+            rename: From stored full names to those that the handle has, as in ``load``.
             options: How to read: ``LoadOptions``, or a mapping of its fields.
             storage_options: Options for the storage backend of a path, such as credentials or ``endpoint_url``. A
                 ``Location`` has its own.
@@ -458,6 +462,8 @@ class Checkpointer:
 
         Raises:
             RuleError: The rules do not explain what is stored; lists everything that is wrong.
+            MismatchError: ``rename`` matches nothing that is stored.
+            NameCollisionError: ``rename`` maps two names to one.
             CheckpointNotFoundError: Nothing is stored at ``path``. Also a ``FileNotFoundError``.
             NotACheckpointError: Something is stored at ``path``, but no committed checkpoint.
             UnsupportedVersionError: A newer library saved the checkpoint.
@@ -469,10 +475,11 @@ class Checkpointer:
             >>> checkpoint = bcp.open("s3://runs/7b/step-1000")
             >>> checkpoint["model.wte.weight"][0:128]     # reads only these rows
         """
-        request = LoadRequest.of(options, source=Location.of(path, storage_options))
-        return self._session.open(
+        request = LoadRequest.of(options, source=Location.of(path, storage_options), rename=rename)
+        found = self._session.open(
             request.location, verify=request.verify, rules=request.rules, deadline_s=request.deadline_s
         )
+        return found if rename is None else found.renamed(rename)
 
     def latest(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, overload
 
 import torch
@@ -23,12 +23,14 @@ from ..format.manifest import Manifest
 from ..format.values import Container, decode_value, is_left_out
 from ..frameworks.sections import split_rank_name
 from ..planners import plan_load
+from ..runtime.arguments import check_arguments
 from ..storage_backends import join
 from ..storage_backends.base import StorageBackend
 from ..tensors.geometry import Box
 from ..tensors.shards import Path
 from ..tensors.tables import BoxTable
 from .index import Index
+from .renaming import Rename
 from .selection import SimilarNames
 from .stored_tensor import StoredTensor
 from .values import decoded_values, section_tree
@@ -94,7 +96,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """
         self._reopen = reopen
         self.index = index
-        self._engine = engine
+        self._engine, self._verifies = engine, verify
         self.reader = index.reader(engine, verify=verify)
         self._aliases = dict(index.manifest.aliases)
 
@@ -166,6 +168,32 @@ class Checkpoint(Mapping[str, StoredTensor]):
         values = self.index.values()
         return sorted({value.name for value in values if is_left_out(value.decode())})
 
+    def renamed(self, rename: Rename) -> Checkpoint:
+        """Return a handle on the same checkpoint under other names. Nothing is copied or read again.
+
+        Args:
+            rename: Mapping from the full names of this handle to new ones, or a function that maps one to the other, as
+                in ``bytecheckpoint.load``. In a mapping, a key that ends in a dot is the beginning of names. What
+                enters a section takes the place of what has the name already; that is not in the new handle.
+
+        Returns:
+            The new handle.
+
+        Raises:
+            UsageError: ``rename`` is invalid.
+            MismatchError: A key matches nothing that is stored, or the function changes no name. Lists all.
+            NameCollisionError: Two names of one section become one.
+
+        Example:
+            >>> bcp.load(bcp.open("runs/7b/step-1000").renamed({"ema.module.": "model."}), {"model": model})
+        """
+        checked = check_arguments({"rename": rename})["rename"]
+        index = self.index.renamed(checked)
+        if index.names is not None:
+            index.names.require_matches(self.url, self)
+        reopen = None if self._reopen is None else partial(_renamed, self._reopen, checked)
+        return Checkpoint(index, self._engine, verify=self._verifies, reopen=reopen)
+
     def __contains__(self, name: object) -> bool:
         """Return whether there is a tensor of this full name, or a tied name."""
         return isinstance(name, str) and self._row(name) is not None
@@ -206,12 +234,13 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over all names, tied names last."""
-        yield from self.manifest.tensors.names
+        yield from filter(None, self.manifest.tensors.names)  # without those that others have replaced in a rename
         yield from self._aliases
 
     def __len__(self) -> int:
         """Return the number of names, with tied names."""
-        return len(self.manifest.tensors) + len(self._aliases)
+        row_of = self.manifest.row_of
+        return len(self.manifest.tensors if row_of is None else row_of) + len(self._aliases)
 
     def section_values(self, section: str, rank: int = 0) -> dict[Path, Any]:
         """Read a section's plain values.
@@ -426,6 +455,10 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """Show the URL, step, number of tensors and size."""
         size = f"{len(self.manifest.tensors)} tensors, {self.manifest.nbytes} bytes"
         return f"<Checkpoint {without_userinfo(self.url)} step={self.step} {size}>"
+
+
+def _renamed(reopen: Callable[[], Checkpoint], rename: Rename) -> Checkpoint:
+    return reopen().renamed(rename)
 
 
 def _reopened(reopen: Callable[[], Checkpoint] | None, attempt: str, url: str) -> Checkpoint:

@@ -23,6 +23,7 @@ from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
 from ..tensors.tables import BoxTable, Int64, ragged_starts
 from .manifest_file import read_manifest
+from .renaming import Rename, Renames
 from .values import StoredValue, stored_values
 
 OWN_SYSTEM = "bytecheckpoint"
@@ -43,6 +44,7 @@ class Index:
         crcs: The CRC-32s of ranges of another system's files.
         views: Where the manifest's shards are in what the files hold, if rules describe them; None if the manifest
             itself describes the files.
+        names: The renames that the names of ``manifest`` come from.
     """
 
     backend: StorageBackend
@@ -52,6 +54,7 @@ class Index:
     foreign_values: tuple[StoredValue, ...] = ()
     crcs: CrcTable | None = None
     views: StoredViews | None = None
+    names: Renames | None = None
 
     @classmethod
     def read(cls, backend: StorageBackend) -> Index:
@@ -83,12 +86,27 @@ class Index:
 
         Of the values that single ranks own, only those of ``ranks`` if that is given. Raises as ``stored_values``.
         """
+        if self.names is not None:
+            yield from self.names.values(section, ranks)
+            return
         if self.is_own:
             yield from stored_values(self.data, self.manifest, section=section, ranks=ranks)
         for value in self.foreign_values:
             is_owned_here = value.rank is None or ranks is None or value.rank in ranks
             if section in (None, value.section) and is_owned_here:
                 yield value
+
+    def renamed(self, rename: Rename | None) -> Index:
+        """Return the index of the same contents under other names. Raises as ``Renames``."""
+        if rename is None:
+            return self
+        before = None if self.names is None else self.names.stored_names
+        names = Renames(self.manifest, rename, lambda one, ranks: self.values(section=one, ranks=ranks), before)
+        return replace(self, manifest=names.manifest, names=names)
+
+    def stored_name(self, row: int) -> str:
+        """Return the full name that a tensor has in the checkpoint."""
+        return (self.manifest.tensors.names if self.names is None else self.names.stored_names)[row]
 
     def reader(self, engine: IOEngine, *, verify: bool, timings: Timings | None = None) -> ShardReader:
         """Return a reader of the tensors that checks what can be checked, or with ``verify=False`` nothing."""

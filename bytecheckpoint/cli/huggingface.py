@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -100,7 +100,7 @@ def export_command(
     partial: bool,
     config_from: str | None,
     rules: Rules | None,
-    rename: Callable[[str], str] | None,
+    rename: Mapping[str, str] | None,
     exclude: tuple[str, ...],
     tied: Tied,
     how: LoraForm | None,
@@ -114,11 +114,11 @@ def export_command(
     Streams in bounded memory. If a name is missing or unexpected, or has a different shape than in --expect or the
     model's config.json, nothing is written (exit code 1).
     """
-    found = api.open(at(source), options=LoadOptions(rules=rules))
+    found = api.open(at(source), rename=rename, options=LoadOptions(rules=rules))
     if form != "safetensors":
-        if expect or partial or config_from or rename or tied != "drop" or how:
+        if expect or partial or config_from or tied != "drop" or how:
             raise click.UsageError(
-                f"--expect, --partial, --config-from, --rename, --tied and --lora do not apply to --format {form}"
+                f"--expect, --partial, --config-from, --tied and --lora do not apply to --format {form}"
             )
         _export_for_torch(
             out,
@@ -145,7 +145,7 @@ def export_command(
     if how is not None:
         config = _adapter_config(adapter_config, own_adapter_config)
         lora = Lora(how, config, lora_alpha, adapter)
-    gate = _Gate.of(found, section, lora, rename or str, exclude, related, expect, partial=partial)
+    gate = _Gate.of(found, section, lora, exclude, related, expect, partial=partial)
     with out.progress("export", found.manifest.nbytes) as progress:
         report = export_safetensors(
             found,
@@ -154,7 +154,6 @@ def export_command(
             max_file_bytes=max_file_size,
             cast=cast,
             expected=gate.expected,
-            rename=rename,
             exclude=exclude,
             tied=tied,
             parts=gate.parts,
@@ -187,7 +186,7 @@ def import_command(
     section: str | None,
     step: int | None,
     rules: Rules | None,
-    rename: Callable[[str], str] | None,
+    rename: Mapping[str, str] | None,
     exclude: tuple[str, ...],
 ) -> None:
     """Create a checkpoint at TARGET from SOURCE, which another system wrote.
@@ -195,14 +194,13 @@ def import_command(
     SOURCE is a safetensors file, a folder with one such file or an index, a file of torch.save, or a folder of
     torch.distributed.checkpoint. Streams in bounded memory. Nothing in a pickle is executed.
     """
-    found = api.open(at(source), options=LoadOptions(rules=rules))
+    found = api.open(at(source), rename=rename, options=LoadOptions(rules=rules))
     with out.progress("import", found.manifest.nbytes) as progress:
         report = import_checkpoint(
             found,
             at(target),
             section=section,
             step=step,
-            rename=rename,
             exclude=exclude,
             progress=progress,
         )
@@ -226,7 +224,6 @@ class _Gate:
         found: Checkpoint,
         section: str,
         lora: Lora | None,
-        rename: Callable[[str], str],
         exclude: Sequence[str],
         related: Mapping[str, bytes],
         expect: str | None,
@@ -247,7 +244,7 @@ class _Gate:
         if section not in found.sections:
             return cls()  # the export raises
         plan = None if lora is None else LoraPlan(found, section, lora)
-        selection = ExportSelection(found, section, rename, exclude, "drop", {}, plan)
+        selection = ExportSelection(found, section, exclude, "drop", {}, plan)
         tensors = found.manifest.tensors
         rows = found.manifest.section_tensors(section).tolist()
         stored: dict[str, BasicMeta] = {

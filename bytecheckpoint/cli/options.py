@@ -171,36 +171,25 @@ def checked(context: click.Context, parameter: click.Parameter, value: Any) -> A
         raise click.BadParameter(str(error)) from None
 
 
-def _prefix_renaming(
-    context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]
-) -> Callable[[str], str] | None:
-    """Return a function that applies the first of the ``OLD=NEW`` pairs whose prefix matches."""
-    rules = dict(_pair(pair) for pair in pairs)
-    if not rules:
-        return None
-
-    def rename(name: str) -> str:
-        old = next((old for old in rules if name.startswith(old)), None)
-        return name if old is None else rules[old] + name[len(old) :]
-
-    return rename
-
-
-def _pair(text: str) -> tuple[str, str]:
-    old, equals, new = text.partition("=")
-    if not equals:
-        raise click.UsageError(f"--rename must be OLD=NEW (prefixes of names), not {text!r}")
-    return old, new
+def _renaming(context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> Mapping[str, str] | None:
+    """Return the ``OLD=NEW`` pairs as a mapping; None without any."""
+    found: dict[str, str] = {}
+    for text in pairs:
+        old, equals, new = text.partition("=")
+        if not equals or found.setdefault(old, new) != new:
+            raise click.BadParameter(f"it must be OLD=NEW, with one NEW for each OLD, not {text!r}")
+    return checked(context, parameter, found) if found else None
 
 
 rename_option = click.option(
     "--rename",
     multiple=True,
     metavar="OLD=NEW",
-    callback=_prefix_renaming,
-    help="Replace a prefix of names (module.= removes it). Repeatable; the first matching one is used.",
+    callback=_renaming,
+    help="Replace a full name, or with dots at both ends the beginning of names: ema.module.=model. exports averaged "
+    "weights as the model. Repeatable; the longest one that matches is used.",
 )
-"""The parameter ``rename`` of a command: a function, or None."""
+"""The parameter ``rename`` of a command: a mapping, or None."""
 
 
 def rules_options(function: Run) -> Run:

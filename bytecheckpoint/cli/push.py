@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,7 @@ class _PushOptions:
 
     version: str | None
     section: str
-    rename: Callable[[str], str] | None
+    rename: Mapping[str, str] | None
     pause: PauseMode
     adapter: str | None
     group: GroupBackend | None

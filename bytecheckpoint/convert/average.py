@@ -170,8 +170,8 @@ class _Contents:
             raise NameNotFoundError(
                 f"{checkpoint.url} has no section {', '.join(lacking)}; it has {', '.join(checkpoint.sections)}"
             )
-        part = chosen_part(checkpoint.index, {name: name for name in sections}, str, exclude)
-        rows = {full: row for row, full in enumerate(checkpoint.manifest.tensors.names)}
+        part = chosen_part(checkpoint.index, {name: name for name in sections}, exclude)
+        rows = {full: row for row, full in enumerate(checkpoint.manifest.tensors.names) if full}
         values = {
             (value.section, value.path, value.rank): value
             for name in sections

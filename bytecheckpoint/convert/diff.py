@@ -152,7 +152,7 @@ def diff(
 
 def _names(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the manifest row of every name, with tied names."""
-    rows = {name: row for row, name in enumerate(checkpoint.manifest.tensors.names)}
+    rows = {name: row for row, name in enumerate(checkpoint.manifest.tensors.names) if name}
     return rows | {alias: rows[name] for alias, name in checkpoint.aliases.items()}
 
 

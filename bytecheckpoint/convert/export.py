@@ -18,7 +18,6 @@ from ..checkpoint.manifest_file import remove_files
 from ..errors import KeyExistsError, UsageError
 from ..format.hf_index import ADAPTER_CONFIG_KEY, INDEX_KEY, SINGLE_KEY, index_document
 from ..format.safetensors import DATA_ALIGNMENT
-from ..load.options import Rename, renaming
 from ..storage_backends.base import StorageBackend
 from .lora import ADAPTER_KEY, Lora, LoraPlan
 from .related import put_files, with_dtype
@@ -63,7 +62,6 @@ def export_safetensors(
     max_file_bytes: int = 5_000_000_000,
     cast: str | torch.dtype | None = None,
     expected: Expected | None = None,
-    rename: Rename | None = None,
     exclude: Sequence[str] = (),
     tied: Tied = "drop",
     parts: Mapping[str, ExportedBox] | None = None,
@@ -76,13 +74,12 @@ def export_safetensors(
     All names, shapes and dtypes are checked before anything is read. After a failure nothing remains at the target.
 
     Args:
-        checkpoint: The checkpoint to export.
+        checkpoint: The checkpoint to export, under the names that the export has (``Checkpoint.renamed``).
         target: Target folder. It may hold other files, such as a configuration, but no model.
         section: The section to export.
         max_file_bytes: Size limit of each file. A larger tensor gets a separate file.
         cast: A floating-point dtype. Floating-point tensors of 16 bits or more are cast to it; others are not.
         expected: The exact names (and shapes) that the export must have. Tied names that are expected are written.
-        rename: Maps a name inside the section to the exported name.
         exclude: Shell patterns; exported names that match one are left out.
         tied: Whether only one of several tied names is written ("drop"), or all of them ("copy").
         parts: Tensors to write in place of stored ones of which they are parts, by exported name.
@@ -109,7 +106,7 @@ def export_safetensors(
     store = Location.of(target).open()
     dtype = parse_cast(cast)
     plan = None if lora is None or section not in checkpoint.sections else LoraPlan(checkpoint, section, lora)
-    selection = ExportSelection(checkpoint, section, renaming(rename), exclude, tied, parts or {}, plan)
+    selection = ExportSelection(checkpoint, section, exclude, tied, parts or {}, plan)
     tensors, dropped = selection.choose(expected, dtype)
     _refuse_model(store)
     others = with_dtype(related or {}, dtype) if dtype is not None else related or {}

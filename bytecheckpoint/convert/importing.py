@@ -13,7 +13,6 @@ from ..errors import UsageError
 from ..foreign.naming import MODEL_SECTION
 from ..format.manifest import COMPANION, timestamp
 from ..frameworks.sections import check_state
-from ..load.options import Rename, renaming
 from .related import kept_files
 from .reshard import chosen_part, plan_files, values_of
 from .rewriter import Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
@@ -46,7 +45,6 @@ def import_checkpoint(
     *,
     section: str | None = None,
     step: int | None = None,
-    rename: Rename | None = None,
     exclude: Sequence[str] = (),
     progress: Progress = lambda nbytes: None,
 ) -> ImportReport:
@@ -56,11 +54,10 @@ def import_checkpoint(
     are durable. After a failure nothing remains at the target.
 
     Args:
-        source: The other system's checkpoint, from ``bcp.open``.
+        source: The other system's checkpoint, from ``bcp.open``, under the names to store (``Checkpoint.renamed``).
         target: Where to put the checkpoint.
         section: The name of the section, if the source has one only.
         step: The step to store with the checkpoint; by default the source's.
-        rename: Maps a tensor's name in its section to the new one.
         exclude: Shell patterns; tensors and values whose full names match one are left out.
         progress: Called with the number of bytes imported since the last call.
 
@@ -88,7 +85,7 @@ def import_checkpoint(
     store = Location.of(target).open()
     refuse_checkpoint(store, source.url)
     sections = {one.name: section or one.name for one in index.manifest.sections}
-    chosen = chosen_part(index, sections, renaming(rename), exclude)
+    chosen = chosen_part(index, sections, exclude)
     manifest = chosen.manifest
     manifest = replace(manifest, step=manifest.step if step is None else step, created=timestamp())
     attempt = new_attempt()

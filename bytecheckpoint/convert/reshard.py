@@ -7,7 +7,7 @@ splits a large file, so that each rank of a known world size finds its part in o
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -225,10 +225,8 @@ def encoded_values(values: Iterable[StoredValue], url: str, attempt: str) -> lis
     ]
 
 
-def chosen_part(
-    index: Index, sections: Mapping[str, str], rename: Callable[[str], str], exclude: Sequence[str]
-) -> Index:
-    """Return the index of some sections, by their new names, without what is excluded, and under the new names.
+def chosen_part(index: Index, sections: Mapping[str, str], exclude: Sequence[str]) -> Index:
+    """Return the index of some sections, by their new names, without what is excluded.
 
     It has no checksums, and no values of a checkpoint of this library. Raises ``NameCollisionError``.
     """
@@ -240,7 +238,7 @@ def chosen_part(
     names: dict[str, str] = {}  # the new full name of each kept tensor
     rows: list[tuple[str, str, Any]] = []
     for row, full in enumerate(old.tensors.names):
-        fqn = rename(old.tensors.fqn_of(row))
+        fqn = old.tensors.fqn_of(row)
         if is_kept(full) and old.tensors.section_of(row) in sections:
             names[full] = _full_name(sections[old.tensors.section_of(row)], fqn)
             rows.append((sections[old.tensors.section_of(row)], fqn, old.tensors.meta_of(row)))
@@ -250,7 +248,7 @@ def chosen_part(
     moved = old.shards.take(shards)
     moved.tensor = (np.cumsum(kept) - 1)[moved.tensor]
     aliases = [
-        (_full_name(sections[one], rename(alias[len(one) + 1 :])), names[full])
+        (_full_name(sections[one], alias[len(one) + 1 :]), names[full])
         for alias, full in old.aliases
         if (one := alias.partition(".")[0]) and full in names and is_kept(alias)
     ]
@@ -262,10 +260,10 @@ def chosen_part(
     views = None if index.views is None else index.views.take(shards[order])
     values = tuple(
         one._replace(section=sections[one.section])
-        for one in index.foreign_values
+        for one in (index.foreign_values if index.is_own else index.values())
         if one.section in sections and is_kept(one.name)
     )
-    return replace(index, manifest=manifest, foreign_values=values, views=views)
+    return replace(index, manifest=manifest, foreign_values=values, views=views, names=None)
 
 
 def _full_name(section: str, fqn: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -30,7 +30,7 @@ Tied = Literal["drop", "copy"]
 class ExportedBox:
     """A box of a stored tensor that is exported as a tensor of ``shape``, such as one of stacked experts.
 
-    ``source`` is the tensor's name after the renaming of the export.
+    ``source`` is the tensor's name in the export.
     """
 
     source: str
@@ -45,16 +45,14 @@ class ExportSelection:
     Attributes:
         checkpoint: The checkpoint.
         section: The section to export.
-        rename: Maps a name inside the section to the exported name.
         exclude: Shell patterns; exported names that match one are left out.
         tied: Whether only one of several tied names is written, or all of them.
         parts: What is written in place of the tensors that are the sources of parts, by exported name.
-        lora: What becomes of an adapter, before ``rename``.
+        lora: What becomes of an adapter.
     """
 
     checkpoint: Checkpoint
     section: str
-    rename: Callable[[str], str]
     exclude: Sequence[str]
     tied: Tied
     parts: Mapping[str, ExportedBox]
@@ -93,8 +91,7 @@ class ExportSelection:
 
     def exported_name(self, fqn: str) -> str | None:
         """The exported name of a stored tensor; None if it is not exported."""
-        kept = fqn if self.lora is None else self.lora.relabel(fqn)
-        return None if kept is None else self.rename(kept)
+        return fqn if self.lora is None else self.lora.relabel(fqn)
 
     def _added(self, row: int) -> LowRank | None:
         return None if self.lora is None else self.lora.added.get(row)
@@ -122,11 +119,11 @@ class ExportSelection:
                 [("per_rank", name, "saved for a single rank") for name in per_rank],
             )
         for alias, stored in self.checkpoint.aliases.items():
-            row = manifest.tensor_row(stored)
-            if alias.startswith(f"{self.section}.") and row in names:
+            row, is_alone = manifest.tensor_row(stored), not stored.startswith(f"{self.section}.")
+            if row is not None and alias.startswith(f"{self.section}.") and (row in names or is_alone):
                 name = self.exported_name(alias[len(self.section) + 1 :])
                 if name is not None and not self._is_excluded(name):
-                    names[row].append(name)
+                    names.setdefault(row, []).append(name)
         return names
 
     def _parts(self, groups: dict[int, list[str]]) -> list[OutputTensor]:

@@ -99,7 +99,8 @@ def _unmatched(checkpoint: OpenCheckpoint, options: LoadRequest, known: Sequence
     unlisted = [section.name for section in sections if section.is_stored and not section.is_read]
     patterns = options.selection.unmatched(checkpoint.sections, known, unlisted)
     faults = [Fault("pattern", pattern, argument) for argument, pattern in patterns]
-    return faults + [Fault("rename", key, "") for key in checkpoint.unused_renames()]
+    names = checkpoint.index.names if options.rename is not None else None
+    return faults + [Fault("rename", key, "") for key in ([] if names is None else names.unmatched())]
 
 
 def agree(
@@ -156,11 +157,11 @@ def _unclaimed_tensors(
 ) -> Iterable[tuple[str, str]]:
     """``(section, full name)`` of the requested sections' shared tensors that no rank claims."""
     manifest = checkpoint.manifest
-    requested = np.array([section.name in checkpoint.sections for section in manifest.sections], np.bool_)
+    requested = np.array([name in checkpoint.sections for name in manifest.tensors.sections], np.bool_)
     is_shared = requested[manifest.tensors.section] & (manifest.scope < 0)
     for row in np.flatnonzero(is_shared & ~_any(claims, len(manifest.tensors))).tolist():
         section = manifest.tensors.section_of(row)
-        name = f"{section}.{checkpoint.names.of_tensor(section, manifest.tensors.fqn_of(row))}"
+        name = manifest.tensors.names[row]
         if options.selection.selects(name):
             yield section, name
 

@@ -101,6 +101,8 @@ class _SectionMatching:
                 self._add_missing(full, fqn)
             elif self._fits(full, fqn, stored, meta):
                 rows[fqn] = row
+                if (source := self.sources.renamed_from(row)) is not None:
+                    self.match.sources.setdefault(full, source)
         shards = [shard for shard in self.target.shards if shard.fqn in rows]
         if self.match.resized:
             shards = self._without_padding(shards)
@@ -234,7 +236,8 @@ def refuse_cast(stored: BasicMeta, requested: BasicMeta, cast: Cast) -> str | No
 
 _ADVICE = {
     "pattern": "select nothing; include= and exclude= refer to names of the state (after rename=) or its sections",
-    "rename": "are no names in the checkpoint; rename= maps stored names to those of the state",
+    "rename": "match no name in the checkpoint; rename= maps stored full names, or with a dot at the end the beginning "
+    "of such names, to those of the state",
     "missing": "not in the checkpoint; strict=False (for one section: strict={'model': False}) or exclude=[...] leaves "
     "them as they are, rename= maps other names",
     "unexpected": "stored, but not in the state; strict=False (for one section: strict={'model': False}) or "

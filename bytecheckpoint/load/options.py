@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -11,6 +11,7 @@ import torch
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import Location
+from ..checkpoint.renaming import Rename
 from ..checkpoint.selection import Selection
 from ..errors import KeyNotFoundError, UsageError
 from ..foreign.source_path import open_parent
@@ -70,9 +71,6 @@ Strictness = Literal["exact", "strict", "lenient", "skip_mismatched"]
 created optimizer state) may be missing or unused. ``lenient``: any name may, and the report lists it.
 ``skip_mismatched``: like ``strict``, but tensors that are stored with another shape stay unchanged, and the report
 lists them."""
-
-Rename = Mapping[str, str] | Callable[[str], str]
-"""Maps old names to new ones. Names that a mapping does not contain stay as they are."""
 
 
 class Fault(NamedTuple):
@@ -176,18 +174,3 @@ class LoadRequest(LoadOptions):
         if isinstance(rule, bool):
             return "strict" if rule else "lenient"
         return rule
-
-
-def renaming(rename: Rename | None) -> Callable[[str], str]:
-    """A rename argument as a function, which raises ``UsageError`` if the caller's function does not return a name."""
-    if rename is None:
-        return lambda name: name
-    change = rename if callable(rename) else lambda name: rename.get(name, name)
-
-    def renamed(name: str) -> str:
-        new: object = change(name)
-        if not isinstance(new, str):
-            raise UsageError(f"rename returned {new!r} for {name!r}; return the name itself to leave it as is")
-        return new
-
-    return renamed

@@ -29,8 +29,9 @@ class LoadReport:
             allows, to ``(stored shape, shape in memory)``.
         resized: Maps each tensor that was stored with another padding (of a vocabulary) to ``(stored shape, shape in
             memory)``; the common part was loaded.
-        sources: Maps each name that was filled from a stored tensor of another name to that full name: a tensor of a
-            model from the optimizer's master weight, or a master weight from the model's tensor.
+        sources: Maps each name that was filled from a stored tensor of another name to that full name: a tensor that
+            ``rename`` maps to it, a tensor of a model from the optimizer's master weight, or a master weight from the
+            model's tensor.
         cast: Maps each name that was cast to ``(stored dtype, dtype in memory)``.
         resumed: Maps each random generator of an ``RNGState``, and each ``DataLoaderState``, to what the load did on
             this rank, and a detail: ``continued`` (exactly where it was saved), ``reseeded`` (a new random stream),

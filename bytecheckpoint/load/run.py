@@ -79,9 +79,10 @@ class LoadRun:
             index = source
         else:
             index = source.decode(op.broadcast("manifest", source.read() if op.rank == 0 else None))
+        index = index.renamed(self.options.rename)
         reader = SectionReader(index, self.options, rank=op.rank, world_size=op.world_size)
         opened = {s.name: reader.open(s.name, s.adapter.per_rank_policies(s.obj)) for s in sections}
-        return OpenCheckpoint(index, reader.names, opened, reader.listed)
+        return OpenCheckpoint(index, opened, reader.listed)
 
     def describe(self, sections: Sequence[Section], checkpoint: OpenCheckpoint) -> list[Target]:
         """List the memory to fill."""

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.index import Index
 from ..checkpoint.values import StoredValue
-from ..errors import MismatchError, StateError
+from ..errors import MismatchError, NameCollisionError
 from ..format.manifest import Manifest
 from ..format.values import decode_value, is_left_out, path_name, unread_in
 from ..frameworks.optimizer_state import MASTER, MASTERS_OF, state_name
 from ..frameworks.sections import split_rank_name
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, StoredSection
-from .names import RankChoices, TargetNames
+from .names import RankChoices
 from .options import Fault, LoadRequest
 
 _ATOMS = (bool, int, float, str, type(None))
@@ -64,19 +64,12 @@ class OpenCheckpoint:
     """
 
     index: Index
-    names: TargetNames
     sections: Mapping[str, OpenSection]
     listed: Sequence[str] = ()
 
     @property
     def manifest(self) -> Manifest:
         return self.index.manifest
-
-    def unused_renames(self) -> list[str]:
-        """The keys of ``rename`` that are no name in the sections that were read."""
-        read = {name for name, section in self.sections.items() if section.is_read}
-        other = {section.name for section in self.manifest.sections} - read
-        return sorted(key for key in self.names.unused if key.partition(".")[0] not in other)
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,6 @@ class SectionReader:
         self._index, self._options = index, options
         self._manifest = index.manifest
         self._rank, self._world_size = rank, world_size
-        self.names = TargetNames(index.manifest, options)
         self.listed: list[str] = []
 
     def open(self, section: str, policies: Mapping[Path, str]) -> OpenSection:
@@ -162,19 +154,18 @@ class SectionReader:
         rows = stored.tolist()
         fqns = [tensors.names[row][len(section) + 1 :] for row in rows]
         scopes = self._manifest.scope[stored]
-        if options.rename is None and options.selection.selects_all and not (scopes >= 0).any():
+        if options.selection.selects_all and not (scopes >= 0).any():
             return _Tensors(dict(zip(fqns, tensors.metas(stored), strict=True)), dict(zip(fqns, rows, strict=True)))
         found = _Tensors({}, {})
-        for row, fqn, scope, meta in zip(rows, fqns, scopes.tolist(), tensors.metas(stored), strict=True):
+        for row, name, scope, meta in zip(rows, fqns, scopes.tolist(), tensors.metas(stored), strict=True):
             if scope >= 0:
-                fqn, _ = split_rank_name(fqn)
-            name = self.names.of_tensor(section, fqn)
+                name, _ = split_rank_name(name)
             if not self._selects(section, name):
                 continue
-            if scope >= 0 and choices.choose(fqn, tuple(fqn.split("."))) != scope:
+            if scope >= 0 and choices.choose(name, tuple(name.split("."))) != scope:
                 continue
             if name in found.rows:
-                raise _renamed_twice(section, tensors.fqn_of(found.rows[name]), tensors.fqn_of(row), name)
+                raise _renamed_twice(self._index, found.rows[name], row, f"{section}.{name}")
             found.metas[name], found.rows[name] = meta, row
             if scope >= 0:
                 found.own[name] = row
@@ -187,30 +178,25 @@ class SectionReader:
         for full_alias, full_name in self._manifest.aliases:
             if not full_alias.startswith(prefix):
                 continue
-            alias = self.names.of_tensor(section, full_alias[len(prefix) :])
+            alias = full_alias[len(prefix) :]
             row = self._manifest.tensor_row(full_name)
             if row is not None and self._selects(section, alias):
                 tensors.metas.setdefault(alias, self._manifest.tensors.meta_of(row))
                 tensors.rows.setdefault(alias, row)
-                aliases[alias] = self.names.of_tensor(section, full_name[len(prefix) :])
+                if full_name.startswith(prefix):  # a rename may separate the two
+                    aliases[alias] = full_name[len(prefix) :]
         return aliases
 
     def _shared_values(self, section: str, encoded: Mapping[Path, bytes]) -> dict[Path, bytes]:
         """Encoded values that all ranks share."""
-        stored_as: dict[Path, Path] = {}
-        for path in encoded:
-            name = self.names.of_path(section, path)
-            if self._selects(section, name) and stored_as.setdefault(name, path) != path:
-                raise _renamed_twice(section, path_name(stored_as[name]), path_name(path), path_name(name))
-        return {name: encoded[path] for name, path in stored_as.items()}
+        return {path: one for path, one in encoded.items() if self._selects(section, path)}
 
     def _own_values(self, section: str, choices: RankChoices, values: Sequence[StoredValue]) -> dict[Path, bytes]:
         """Encoded values that were stored for single ranks, each from the rank that its policy selects."""
         own: dict[Path, bytes] = {}
         for rank, value in sorted(((v.rank, v) for v in values if v.rank is not None), key=lambda pair: pair[0]):
-            name = self.names.of_path(section, value.path)
-            if self._selects(section, name) and choices.choose(value.path, value.path) == rank:
-                own[name] = value.encoded
+            if self._selects(section, value.path) and choices.choose(value.path, value.path) == rank:
+                own[value.path] = value.encoded
         return own
 
     def _decoded(self, section: str, encoded: Mapping[Path, bytes]) -> dict[Path, Any]:
@@ -253,11 +239,9 @@ def _is_flat(value: object) -> bool:
     return all(type(part) in _ATOMS for item in items for part in (item if type(item) is tuple else (item,)))
 
 
-def _renamed_twice(section: str, one: str, other: str, name: str) -> StateError:
-    return StateError(
-        f"rename maps two stored names, {section}.{one} and {section}.{other}, to {section}.{name}; rename or exclude "
-        f"one of them"
-    )
+def _renamed_twice(index: Index, one: int, other: int, name: str) -> NameCollisionError:
+    names = f"{index.stored_name(one)} and {index.stored_name(other)}"
+    return NameCollisionError(f"rename maps two stored names, {names}, to {name}; rename or exclude one of them")
 
 
 class TensorEntry(NamedTuple):
@@ -283,8 +267,10 @@ class TensorSources:
 
         Raises ``MismatchError`` if several optimizers saved one.
         """
-        found = self._masters.get((section, state_name(fqn, MASTER)), [])
-        found = found + self._masters.get(("", state_name(f"{section}.{fqn}", MASTER)), [])
+        owner = self._stored_section(section, fqn)
+        found = self._masters.get((owner, state_name(fqn, MASTER)), [])
+        if owner == section:
+            found = found + self._masters.get(("", state_name(f"{section}.{fqn}", MASTER)), [])
         if len(found) > 1:
             listed = ", ".join(master.name for master in found)
             raise MismatchError(
@@ -301,13 +287,24 @@ class TensorSources:
         row = None if opened is None else opened.tensor_rows.get(fqn)
         if master is not None or row is None:
             return master
-        tensors = self._checkpoint.manifest.tensors
-        return TensorEntry(tensors.names[row], row, tensors.meta_of(row))
+        index = self._checkpoint.index
+        return TensorEntry(index.stored_name(row), row, index.manifest.tensors.meta_of(row))
+
+    def renamed_from(self, row: int) -> str | None:
+        """The full name that a tensor has in the checkpoint, if a rename has changed it."""
+        stored = self._checkpoint.index.stored_name(row)
+        return None if stored == self._checkpoint.manifest.tensors.names[row] else stored
+
+    def _stored_section(self, section: str, fqn: str) -> str:
+        """The section that a tensor comes from. A rename may have put it in the place of one that has a master."""
+        manifest = self._checkpoint.manifest
+        row = manifest.tensor_row(manifest.resolve(f"{section}.{fqn}"))
+        return section if row is None else self._checkpoint.index.stored_name(row).partition(".")[0]
 
     @cached_property
     def _masters(self) -> dict[tuple[str, str], list[TensorEntry]]:
         """All master weights, by the section of the model (empty if the name has it) and by the target's names."""
-        manifest, names = self._checkpoint.manifest, self._checkpoint.names
+        index, manifest = self._checkpoint.index, self._checkpoint.manifest
         found: dict[tuple[str, str], list[TensorEntry]] = {}
         for section in manifest.sections:
             if section.kind != "optimizer":
@@ -319,10 +316,8 @@ class TensorSources:
             ]
             for owner in self._owners(section.name) if rows else ():
                 for row in rows:
-                    full = manifest.tensors.names[row]
-                    name = names.of_tensor(section.name, full[len(section.name) + 1 :])
-                    master = TensorEntry(full, row, manifest.tensors.meta_of(row))
-                    found.setdefault((owner, name), []).append(master)
+                    master = TensorEntry(index.stored_name(row), row, manifest.tensors.meta_of(row))
+                    found.setdefault((owner, manifest.tensors.fqn_of(row)), []).append(master)
         return found
 
     def _owners(self, section: str) -> set[str]:

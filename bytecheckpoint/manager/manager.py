@@ -30,13 +30,14 @@ from ..checkpoint.discovery import (
 from ..checkpoint.lease import HEARTBEATS_PER_LEASE, Lease, check_holder
 from ..checkpoint.location import AnyLocation, Location, Tier
 from ..checkpoint.nearest import open_tier
+from ..checkpoint.renaming import Rename
 from ..checkpoint.rollback import abandon_later
 from ..checkpoint.selection import Selection
 from ..checkpointer import Checkpointer, session_of
 from ..control.base import Operation
 from ..control.peers import PeerIdentity
 from ..errors import CheckpointError, KeyNotFoundError, UnsupportedVersionError, UsageError
-from ..load.options import Cast, LoadOptions, LoadRequest, Rename, Strictness
+from ..load.options import Cast, LoadOptions, LoadRequest, Strictness
 from ..load.report import LoadReport
 from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.arguments import STEP, check_arguments, check_choice, deadline_of, options_of
@@ -308,7 +309,7 @@ class CheckpointManager:
             strict: Which names may be missing or unexpected.
             include: What to load.
             exclude: What not to load.
-            rename: From stored names to those of the state.
+            rename: From stored full names to those of the state.
             cast: Which dtype conversions are allowed.
 
         Returns:

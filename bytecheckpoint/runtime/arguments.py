@@ -140,6 +140,11 @@ def _renaming(name: str, value: Any) -> Any:
     for pair in value.items():
         if not all(isinstance(one, str) for one in pair):
             raise UsageError(f"{name} must map names to names, not {pair[0]!r} to {pair[1]!r}")
+        if "." not in pair[0] or pair[0].endswith(".") != pair[1].endswith("."):
+            raise UsageError(
+                f"{name} must map full names ('model.weight') to full names, or beginnings of names that end in a dot "
+                f"('ema.') to others, not {pair[0]!r} to {pair[1]!r}"
+            )
     return value
 
 

@@ -81,7 +81,7 @@ def test_file_sizes_are_bounded_and_the_index_is_right(
 
 
 def test_tied_names_cast_and_rename(one: Path, tmp_path: Path, bcp_command) -> None:
-    options = ["--tied", "copy", "--cast", "bfloat16", "--rename", "inner.=core.", "--exclude", "none"]
+    options = ["--tied", "copy", "--cast", "bfloat16", "--rename", "model.inner.=model.core.", "--exclude", "none"]
     assert bcp_command("export", one, tmp_path / "hf", *options).code == 0
     found = read_folder(tmp_path / "hf")
     stored = model_of(one)
@@ -151,7 +151,7 @@ def test_export_refuses_unsupported_tensors_and_invalid_arguments(tmp_path: Path
     with pytest.raises(UnsupportedTensorError, match=r"z \(complex128\)"):
         export_safetensors(checkpoint, str(tmp_path / "hf"))
     with pytest.raises(NameCollisionError, match="a"):
-        export_safetensors(checkpoint, str(tmp_path / "hf"), rename={"a.b": "a"})
+        export_safetensors(checkpoint.renamed({"model.a.b": "model.a"}), str(tmp_path / "hf"))
     for wrong in (
         {"section": "optimizer"},
         {"cast": "int8"},
@@ -207,7 +207,7 @@ def test_import_of_a_file_by_the_safetensors_library(tmp_path: Path, bcp_command
     }
     safetensors.torch.save_file(tensors, tmp_path / "adapter.safetensors")
     for source, target in ((tmp_path, "folder"), (tmp_path / "adapter.safetensors", "file")):
-        ran = bcp_command("import", source, tmp_path / target, "--rename", "=x.", "--section", "lora")
+        ran = bcp_command("import", source, tmp_path / target, "--rename", "model.=model.x.", "--section", "lora")
         assert ran.code == 0
         kit.assert_same_tensors(kit.tensors_of(tmp_path / target), {f"lora.x.{name}": t for name, t in tensors.items()})
 
@@ -256,10 +256,10 @@ def test_hostile_sources_are_refused(tmp_path: Path, bcp_command) -> None:
 def test_import_collisions_and_existing_targets(one: Path, tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "m.safetensors")
     source = bcp.open(tmp_path / "m.safetensors")
-    with pytest.raises(NameCollisionError, match="both become"):
-        import_checkpoint(source, str(tmp_path / "dst"), rename=lambda name: "same")
+    with pytest.raises(NameCollisionError, match="two stored names"):
+        import_checkpoint(source.renamed(lambda name: "model.same"), str(tmp_path / "dst"))
     with pytest.raises(NameCollisionError, match="@"):
-        import_checkpoint(source, str(tmp_path / "dst"), rename={"a": "a@1"})
+        import_checkpoint(source.renamed({"model.a": "model.a@1"}), str(tmp_path / "dst"))
     with pytest.raises(StateError):
         import_checkpoint(source, str(tmp_path / "dst"), section="not/a/name")
     assert not (tmp_path / "dst").exists()

@@ -154,6 +154,23 @@ def test_a_renamed_model_finds_its_masters(tmp_path: Path) -> None:
     assert torch.equal(full[0].weight, optimizer.masters[0])
 
 
+@pytest.mark.parametrize("qualified", [False, True])
+def test_tensors_of_another_section_are_not_filled_from_the_masters_of_those_they_replace(
+    tmp_path: Path, qualified: bool
+) -> None:
+    (model, optimizer), (average, _) = trained(0), trained(1)
+    other, _ = trained(2)
+    if qualified:
+        optimizer = MixedPrecision(nn.ModuleList([model, other]))
+    bcp.save(tmp_path / "c", {"model": model, "other": other, "ema": average, "optimizer": optimizer})
+    full, _ = trained(3, torch.float32)
+    report = bcp.load(tmp_path / "c", {"model": full}, rename={"ema.": "model."})
+    assert report.sources["model.0.weight"] == "ema.0.weight"
+    assert torch.equal(full[0].weight, average[0].weight.float())
+    report = bcp.load(tmp_path / "c", {"moved": full}, rename={"model.": "moved."})
+    assert qualified or report.sources["moved.0.weight"] == "optimizer.state.0.weight.master"
+
+
 def test_masters_that_are_not_stored_take_the_model(tmp_path: Path) -> None:
     full, _ = trained(0, torch.float32)
     plain = torch.optim.AdamW(full.parameters(), lr=0.5)

@@ -69,7 +69,7 @@ def test_from_an_engine_into_two_others(engine: ToyEngine, tmp_path: Path) -> No
         assert two.look()["digests"] == expected_digests(9, 2)
         done = CliRunner().invoke(cli, ["push", f"{engine.url}/", "--to", one.url, "--version", "nine"])
         assert "the engines serve version nine" in done.output
-    done = CliRunner().invoke(cli, ["push", engine.url, "--to", engine.url, "--rename", "a=b"])
+    done = CliRunner().invoke(cli, ["push", engine.url, "--to", engine.url, "--rename", "model.a=model.b"])
     assert done.exit_code == 2
     assert "--rename, --adapter, --group and --cuda-ipc apply to checkpoints" in done.stderr
     done = CliRunner().invoke(cli, ["push", "http://127.0.0.1:9", "--to", engine.url])

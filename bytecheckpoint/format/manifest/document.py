@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -38,7 +39,8 @@ class Manifest:
     rank that alone has it. ``shards`` are sorted by (tensor, offsets); ``shard_offset`` counts bytes from the data
     start of file ``shard_file``, as if it were not encoded. ``checksums`` are those of all shards' chunks, in shard
     order. ``aliases`` are pairs of full names (alias, tensor that stores its bytes), sorted. If ``is_shared``, the
-    files are objects of the root, to which its other checkpoints may refer.
+    files are objects of the root, to which its other checkpoints may refer. After a rename, ``tensors`` are not sorted,
+    and ``row_of`` is the row of each name.
     """
 
     library_version: str
@@ -57,6 +59,7 @@ class Manifest:
     checksums: Checksums
     aliases: list[tuple[str, str]] = field(default_factory=list)
     is_shared: bool = False
+    row_of: Mapping[str, int] | None = None
 
     @classmethod
     def assemble(
@@ -221,6 +224,8 @@ class Manifest:
 
     def tensor_row(self, name: str) -> int | None:
         """Return the row of the tensor with this full name; None if there is none (the name may be an alias)."""
+        if self.row_of is not None:
+            return self.row_of.get(name)
         row = bisect_left(self.tensors.names, name)
         return row if row < len(self.tensors) and self.tensors.names[row] == name else None
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
+from ...checkpoint.renaming import unmatched_renames
 from ...control.base import Operation
 from ...errors import EngineError, StateError
 from ...runtime.threads import Threads
@@ -86,16 +87,17 @@ class Push(ABC):
     def _send(self, version: int | str, *, is_streamed: bool) -> Sequence[bytes]:
         """Send, and apply a version that is streamed. Returns the packed outcomes of the senders on rank 0."""
 
-    def _exchange_facts(self, fingerprint: bytes, what: str) -> list[Any]:
+    def _exchange_facts(self, fingerprint: bytes, what: str, unmatched: Sequence[str] = ()) -> list[Any]:
         """Return the fingerprint and the plan digest of each rank on rank 0. Raises ``StateError`` when ranks push
-        different versions."""
-        gathered = self.op.gather("push.facts", msgpack.packb([fingerprint, self.sender.plan, what, self.engines]))
+        different versions, and ``MismatchError`` if something of a rename is unmatched on all ranks."""
+        own = [fingerprint, self.sender.plan, what, self.engines, list(unmatched)]
+        gathered = self.op.gather("push.facts", msgpack.packb(own))
         facts = [msgpack.unpackb(one) for one in gathered or ()]
         with self.op.phase("push.facts"):
-            distinct = sorted({pushed for _, _, pushed, _ in facts})
+            distinct = sorted({pushed for _, _, pushed, *_ in facts})
             if len(distinct) > 1:
                 raise StateError(f"ranks push different versions: {', '.join(distinct)}")
-            for rank, (*_, engines) in enumerate(facts):
+            for rank, (*_, engines, _) in enumerate(facts):
                 unknown = [engine for engine in engines if engine not in self.engines]
                 if unknown:
                     raise StateError(
@@ -103,6 +105,9 @@ class Push(ABC):
                         "requests to engines, so pass all of them there. It reaches an engine inside another process "
                         "only as a server (HttpEngine), or by a handle with identity= (RpcEngine)"
                     )
+            useless = sorted(set.intersection(*(set(unmatched) for *_, unmatched in facts))) if facts else []
+            if useless:
+                raise unmatched_renames("the state of this push", useless)
         return facts
 
     def _prepare_engines(self, coordinator: PushCoordinator) -> bool:
@@ -140,7 +145,7 @@ class RankPush(Push):
         assert version is not None
         with op.phase("push.describe"):
             self._source = self.make_source()
-        facts = self._exchange_facts(self._source.fingerprint(), repr(version))
+        facts = self._exchange_facts(self._source.fingerprint(), repr(version), self._source.unmatched)
         fingerprints = [fingerprint for fingerprint, *_ in facts]
         self._plans = [plan for _, plan, *_ in facts]  # those that the senders have, by digest
         if self._share("push.ask", lambda leader: not leader.has_sources(fingerprints)):

@@ -8,10 +8,12 @@ from types import TracebackType
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.renaming import Rename
 from ...control import current_communicator
 from ...control.base import Communicator
 from ...errors import StateError, UsageError
 from ...runtime import DEFAULT_DEADLINE_S
+from ...runtime.arguments import check_arguments
 from .coordinator import PushCoordinator
 from .engines.base import Budget, Engine
 from .joins import Join
@@ -19,7 +21,7 @@ from .plan import CHUNK_BYTES
 from .protocol import ENGINE_SHARE, Push, RankPush
 from .report import Progress, ProgressReporter, PushReport
 from .sender import Sender
-from .sources import Rename, source_of
+from .sources import source_of
 from .transports.group import GroupBackend, check_backend
 
 
@@ -114,7 +116,8 @@ class Pusher:
                 engine, or one more than the last version.
             section: The section of the state or checkpoint to push.
             framework: Name of the adapter to use for ``what``; by default it is inferred.
-            rename: Maps the names of the state to those that the engine's model loads.
+            rename: From full names of the state or checkpoint to those that the engine's model loads, after the name of
+                the section; a mapping or a function, as in ``bytecheckpoint.load``.
             strict: Require that every element of every engine parameter is filled, that an engine uses a tensor
                 completely or not at all, and that an engine that sends has the exact values.
             check_finite: Refuse values that are NaN or infinite, as senders would send them (after a cast). They are
@@ -146,6 +149,7 @@ class Pusher:
                     raise StateError("engines cannot send to others over a group or by CUDA IPC; create another Pusher")
                 if rename is not None and isinstance(what, Engine):
                     raise UsageError("rename= applies to tensors; an engine sends them under the names it received")
+                check_arguments({"rename": rename})
                 if version is not None or not isinstance(what, Engine):
                     version = self._named(version, what)
                     op.set_description(f"push of version {version!r}")

@@ -12,14 +12,13 @@ import xxhash
 from torch import nn
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.renaming import NameMap, Rename
 from ...errors import NameNotFoundError, PlanError, StateError, UsageError
 from ...frameworks.sections import resolve_sections
 from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import SectionSource, Shard, torch_dtype
 from .messages import Table
-
-Rename = Callable[[str], str]
 
 
 class PushSource(ABC):
@@ -34,6 +33,8 @@ class PushSource(ABC):
     pinned: frozenset[str] = frozenset()
     replicated = False
     """Whether every sender holds all tensors."""
+    unmatched: Sequence[str] = ()
+    """What of a rename matches none of this sender's names."""
 
     @abstractmethod
     def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
@@ -68,7 +69,13 @@ class StateSource(PushSource):
             {section: state[section]}, framework=framework, rank=rank, world_size=world_size, allow_pickle=False
         )
         captured = found.capture()
-        name = rename or (lambda fqn: fqn)
+        change = NameMap(rename or {})
+        renamed = {fqn: change(f"{section}.{fqn}") for fqn in (*captured.metas, *captured.aliases)}
+        away = [fqn for fqn, (new, _) in renamed.items() if new != section]
+        if away:
+            raise UsageError(f"rename moves {section}.{away[0]} out of the section {section!r}, which is pushed")
+        self.unmatched = sorted(change.unused)
+        name = {fqn: new for fqn, (_, new) in renamed.items()}.__getitem__
         rows = [(name(fqn), meta) for fqn, meta in captured.metas.items() if fqn not in captured.per_rank]
         rows += [(name(alias), captured.metas[fqn]) for alias, fqn in captured.aliases.items()]
         self.table = _table(rows)
@@ -77,7 +84,7 @@ class StateSource(PushSource):
         self.pinned = frozenset(map(name, captured.pinned))
 
     @staticmethod
-    def _by_name(captured: SectionSource, name: Rename) -> dict[str, list[Shard]]:
+    def _by_name(captured: SectionSource, name: Callable[[str], str]) -> dict[str, list[Shard]]:
         names: dict[str, list[str]] = {}
         for alias, fqn in captured.aliases.items():
             names.setdefault(fqn, []).append(alias)
@@ -103,7 +110,7 @@ class CheckpointSectionSource(PushSource):
 
     replicated = True
 
-    def __init__(self, checkpoint: Checkpoint, section: str, *, rename: Rename | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, section: str) -> None:
         if section not in checkpoint.sections:
             raise NameNotFoundError(
                 f"{checkpoint.url} has no section {section!r}; it has {', '.join(checkpoint.sections)}"
@@ -113,9 +120,8 @@ class CheckpointSectionSource(PushSource):
         for full in checkpoint:
             fqn = full.removeprefix(f"{section}.")
             if fqn != full:
-                name = fqn if rename is None else rename(fqn)
-                self._full[name] = full
-                rows.append((name, checkpoint[full].meta))
+                self._full[fqn] = full
+                rows.append((fqn, checkpoint[full].meta))
         self.table = _table(rows)
         self.held = [(name, Box.whole(meta.shape)) for name, meta in self.table.rows]
 
@@ -136,7 +142,7 @@ def source_of(
 ) -> PushSource:
     """Return the source for a module, a state (sections by name), or a checkpoint."""
     if isinstance(what, Checkpoint):
-        return CheckpointSectionSource(what, section, rename=rename)
+        return CheckpointSectionSource(what if rename is None else what.renamed(rename), section)
     state = {section: what} if isinstance(what, nn.Module) else what
     if not isinstance(state, Mapping):
         raise UsageError(f"a push needs a module, a state or a checkpoint, not {type(what).__name__}")

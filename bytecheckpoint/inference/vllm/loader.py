@@ -34,7 +34,10 @@ with imports_of("loader"):
 
 _LOAD_FORMAT = "bcp"
 _OPTIONS = frozenset(
-    {"path", "root", "peers", "token", "section", "rules", "verify", "share_reads", "deadline_s", "storage_options"}
+    {
+        *("path", "root", "peers", "token", "section", "rules", "rename", "verify", "share_reads", "deadline_s"),
+        "storage_options",
+    }
 )
 
 # vLLM shows only the messages of its own loggers.
@@ -54,7 +57,8 @@ class BcpModelLoader(BaseModelLoader):
     one; ``peers``, addresses of engines, whose first that was pushed to sends what it serves, in place of a checkpoint,
     so that an engine that restarts serves what the others do; ``token``, sent to peers as ``Authorization: Bearer`` (by
     default the environment's ``BYTECHECKPOINT_PUSH_TOKEN``, which vLLM does not log); ``section`` (default "model");
-    ``rules``, a file or a set of rules that makes the names of the hub; and ``verify``, ``share_reads``,
+    ``rules``, a file or a set of rules that makes the names of the hub; ``rename``, a map of names as for
+    ``bytecheckpoint.open`` (``{"ema.module.": "model."}`` serves averaged weights); and ``verify``, ``share_reads``,
     ``deadline_s`` and ``storage_options`` as for ``bytecheckpoint.load``.
     """
 
@@ -141,6 +145,7 @@ class BcpModelLoader(BaseModelLoader):
             path = head  # Checkpoint.model_directory, which also contains the model's configuration
         return default_checkpointer().open(
             Location(path, storage_options=self._options.get("storage_options")),
+            rename=self._options.get("rename"),
             options=LoadOptions(
                 verify=self._options.get("verify", True), rules=self._options.get("rules"), deadline_s=self._deadline_s
             ),
