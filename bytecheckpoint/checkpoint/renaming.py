@@ -28,6 +28,8 @@ the longest one decides. Names that a mapping does not contain stay as they are.
 ReadValues: TypeAlias = Callable[[str, Collection[int] | None], Iterable[StoredValue]]
 """Reads the plain values of a section, of single ranks only those of the given ranks."""
 
+_OF_MODULES = ("_extra_state", "_metadata", "__wrapper__")  # what docs/sections.md defines for a module or a wrapper
+
 _Name: TypeAlias = tuple[str, str | tuple[Path, int | None]]
 """A section, and in it the name of a tensor, or the path of a value and the rank that owns it."""
 
@@ -83,7 +85,8 @@ class NameMap:
 class Renames:
     """The names of a checkpoint after a rename. What does not change its name gives way to what enters its section.
 
-    Optimizer state follows its parameter: renaming ``model.a`` to ``model.b`` also renames ``optimizer.state.a.step``.
+    Optimizer state follows its parameter, and what belongs to a module follows the beginning of its names: renaming
+    ``model.a`` to ``model.b`` also renames ``optimizer.state.a.step``.
     ``manifest`` has the new names, and the rows of the stored one. Of a tensor that gives way, the name and the section
     are empty. ``stored_names`` are the names in the checkpoint, by row.
     Raises ``NameCollisionError`` if two names become one, and as ``NameMap``.
@@ -181,7 +184,11 @@ class Renames:
             parameter, key = self._split_state(name.removeprefix("state."))
             moved, _ = self._map(f"{section}.{name}", whole_sections=True)
             return moved, f"state.{self._parameter(parameter)}.{key}{suffix}"
+        head, _, owner = name.partition(".")
         moved, new = self._map(f"{section}.{name}")
+        if new == name and head in _OF_MODULES:
+            moved, owner = self._of_module(section, owner)
+            new = f"{head}.{owner}"
         return moved, new + suffix
 
     def _of_value(self, value: StoredValue) -> StoredValue:
@@ -198,7 +205,15 @@ class Renames:
             moved, new = self._of_tensor(section, old)  # a tensor that was left out
             return moved, (new,)
         moved, new = self._map(f"{section}.{old}")
+        if new == old and len(path) > 1 and path[0] in _OF_MODULES and isinstance(path[1], str):
+            moved, owner = self._of_module(section, path[1])
+            return moved, (path[0], owner, *path[2:])
         return moved, path if new == old else _path_like(path, new.split(".") if new else ())
+
+    def _of_module(self, section: str, name: str) -> tuple[str, str]:
+        """The new section and name of a module, whose own entries follow a prefix of its tensors."""
+        moved, new = self._map(f"{section}.{name}." if name else f"{section}.")
+        return moved, new.removesuffix(".")
 
     def _split_state(self, name: str) -> tuple[str, str]:
         """Split ``<parameter>.<key>``. Both may contain dots, so the longest stored parameter name decides."""

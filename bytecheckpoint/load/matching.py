@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -98,7 +98,10 @@ class _SectionMatching:
             if stored != meta:
                 row, stored = self._other_source(full, fqn, meta, row, stored)
             if row is None or stored is None:
-                self._add_missing(full, fqn)
+                value = self._values_by_name.get(fqn)
+                self._add_missing(
+                    full, fqn, "" if value is None else f"stored as {value}, requested as {_tensor(meta)}"
+                )
             elif self._fits(full, fqn, stored, meta):
                 rows[fqn] = row
                 if (source := self.sources.renamed_from(row)) is not None:
@@ -127,7 +130,14 @@ class _SectionMatching:
                 ):  # these only describe what is below
                     self.match.loaded.append(full)
             else:
-                self._add_missing(full, path)
+                found = self.stored.contents.metas.get(path_name(path))
+                detail = "" if found is None else f"stored as {_tensor(found)}, requested as a plain value"
+                self._add_missing(full, path, detail)
+
+    @cached_property
+    def _values_by_name(self) -> dict[str, str]:
+        """What the section's plain values are, by their dotted names."""
+        return {path_name(path): _value(value) for path, value in self.stored.contents.values.items()}
 
     def _is_deselected(self, full: str, name: str | Path) -> bool:
         return not self.options.selection.selects(full) or name in self.stored.skipped
@@ -202,7 +212,7 @@ class _SectionMatching:
             self.match.cast[full] = (stored.dtype.name, requested.dtype.name)
         return True
 
-    def _add_missing(self, full: str, name: str | Path) -> None:
+    def _add_missing(self, full: str, name: str | Path, other_kind: str) -> None:
         strictness = self.options.strictness(self.stored.name)
         is_left_out = (name if isinstance(name, str) else path_name(name)) in self.stored.left_out
         if is_left_out and strictness != "exact":
@@ -211,10 +221,22 @@ class _SectionMatching:
             self.match.lazy.append(full)
         elif strictness == "lenient":
             self.match.missing.append(full)
+        elif other_kind:
+            self.match.faults.append(Fault("kind", full, other_kind))
         else:
             self.match.faults.append(
                 Fault("missing", full, "the save was asked to leave it out" if is_left_out else "")
             )
+
+
+def _tensor(meta: BasicMeta) -> str:
+    return f"a tensor {meta.dtype} {list(meta.shape)}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, StoredContainer):
+        return f"a {value.kind}"
+    return "None" if value is None else f"a plain value ({type(value).__name__})"
 
 
 def _differ_only_in(dim: int | None, stored: BasicMeta, requested: BasicMeta) -> bool:
@@ -242,6 +264,7 @@ _ADVICE = {
     "them as they are, rename= maps other names",
     "unexpected": "stored, but not in the state; strict=False (for one section: strict={'model': False}) or "
     "exclude=[...] leaves them unread",
+    "kind": "stored as something else; exclude=[...] leaves them as they are, or give the state what is stored",
     "shape": "stored with another shape; strict={'model': 'skip_mismatched'} leaves them as they are",
     "dtype": "stored with another dtype",
     "value": "a stored value does not fit",

@@ -75,6 +75,28 @@ def test_a_missing_name_is_reported_with_a_suggestion(saved: Path) -> None:
     assert "rename= maps other names" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("stored", "requested", "words"),
+    [
+        (None, torch.zeros(2), "stored as None, requested as a tensor float32 [2]"),
+        (0.5, torch.zeros(()), "stored as a plain value (float), requested as a tensor float32 []"),
+        ([torch.zeros(1)], torch.zeros(1), "stored as a list, requested as a tensor float32 [1]"),
+        (torch.zeros(2), None, "stored as a tensor float32 [2], requested as a plain value"),
+    ],
+)
+def test_a_tensor_and_a_plain_value_of_one_name_are_one_fault(
+    tmp_path: Path, stored: object, requested: object, words: str
+) -> None:
+    bcp.save(tmp_path, {"extra": {"best": stored, "step": 1}})
+    state = {"extra": {"best": requested, "step": 0}}
+    with pytest.raises(MismatchError, match=re.escape(f"extra.best: {words}")) as caught:
+        bcp.load(tmp_path, state)
+    assert [fault for fault in caught.value.faults if fault[1] == "extra.best"] == [("kind", "extra.best", words)]
+    assert "did you mean 'extra.best'" not in str(caught.value)
+    assert "extra.best" in bcp.load(tmp_path, state, strict=False).missing
+    bcp.load(tmp_path, state, exclude=["extra.best*"])
+
+
 def test_renaming_and_excluding_use_the_names_of_the_state(saved: Path) -> None:
     """A renamed entry that the state does not have is excluded by its new name, in the optimizer, too."""
     model = nn.Module()

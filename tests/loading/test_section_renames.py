@@ -28,7 +28,7 @@ _PREFIX = {"ema.module.": "model."}
 
 
 class _Net(nn.Module):
-    """A model with a buffer, and a value of its own."""
+    """A model with a buffer, and a value besides."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -73,23 +73,24 @@ def averaged(tmp_path: Path) -> Path:
     optimizer = stepped(model)
     model.load_state_dict(_Net(1.0).state_dict())
     average = swa_utils.AveragedModel(_Net(2.0))
+    average.module.note = "average"
     bcp.save(tmp_path / "averaged", {"model": model, "ema": average, "optimizer": optimizer, "extra": {"step": 3}})
     return tmp_path / "averaged"
 
 
 @pytest.mark.parametrize("kind", _RENAMES)
-@pytest.mark.parametrize("door", ["path", "open", "renamed", "pickle"])
-def test_averaged_weights_are_loaded_into_the_model(averaged: Path, kind: str, door: str) -> None:
+@pytest.mark.parametrize("way", ["path", "open", "renamed", "pickle"])
+def test_averaged_weights_are_loaded_into_the_model(averaged: Path, kind: str, way: str) -> None:
     model, extra = _Net(9.0), {"step": 0}
     rename = _RENAMES[kind](model)
     state = {"model": model, "extra": extra}
-    if door == "path":
+    if way == "path":
         report = bcp.load(averaged, state, rename=rename, strict="exact")
         assert report.sources["model.a.weight"] == "ema.module.a.weight"
         assert report.sources.keys() == set(_mapping(model).values())
     else:
-        opened = bcp.open(averaged, rename=rename) if door == "open" else bcp.open(averaged).renamed(rename)
-        if door == "pickle" and kind != "function":  # which is local here
+        opened = bcp.open(averaged, rename=rename) if way == "open" else bcp.open(averaged).renamed(rename)
+        if way == "pickle" and kind != "function":  # which is local here
             opened = pickle.loads(pickle.dumps(opened))
         assert float(opened["model.a.weight"][0, 0]) == 2.0
         assert "ema.module.a.weight" not in opened
@@ -98,6 +99,7 @@ def test_averaged_weights_are_loaded_into_the_model(averaged: Path, kind: str, d
         assert opened.verify().ok
         bcp.load(opened, state, strict="exact")
     assert (_values(model), extra) == ({2.0}, {"step": 3})
+    assert model.note == ("new" if kind == "names" else "average")  # what belongs to a module follows a prefix
 
 
 def test_single_names_of_another_section(averaged: Path) -> None:

@@ -105,7 +105,7 @@ def test_the_public_functions_fit_on_a_card() -> None:
         bcp.save: 9,
         bcp.load: 9,
         bcp.warmup: 6,
-        bcp.open: 3,
+        bcp.open: 4,
         bcp.latest: 4,
         bcp.watch: 6,
         bcp.CheckpointManager: 12,
