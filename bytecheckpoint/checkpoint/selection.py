@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..errors import UsageError
+from ..errors import MismatchError, UsageError
 
 _MAX_COMPARED_NAMES = 2000  # bounds the time to find similar names
 _MIN_SIMILARITY = 0.6  # difflib's ratio below which a suggestion would only confuse
@@ -91,6 +91,28 @@ class Selection:
         if not found and names and not any(map(self.selects, names)):
             return [["exclude, which leaves nothing", pattern] for pattern in self.exclude]
         return found
+
+
+class Exclusion:
+    """Shell patterns of names to leave out. It remembers which of them have matched none so far."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        Selection(exclude=patterns).check()
+        self._patterns, self._unused = tuple(patterns), set(patterns)
+
+    def __call__(self, name: str) -> bool:
+        """Whether ``name`` is left out."""
+        found = [pattern for pattern in self._patterns if fnmatch.fnmatchcase(name, pattern)]
+        self._unused.difference_update(found)
+        return bool(found)
+
+    def require_matches(self, url: str, names: Iterable[str]) -> None:
+        """Raise ``MismatchError`` if a pattern has matched nothing. ``names`` are suggested."""
+        if self._unused:
+            similar, unused = SimilarNames(names), sorted(self._unused)
+            lines = [f"  {pattern}{similar.nearest(pattern)}" for pattern in unused]
+            head = f"{url}: exclude has patterns that match nothing; nothing was written:"
+            raise MismatchError("\n".join([head, *lines]), [("pattern", pattern, "exclude") for pattern in unused])
 
 
 class SimilarNames:

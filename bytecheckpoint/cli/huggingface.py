@@ -14,6 +14,7 @@ import click
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import Location
+from ..checkpoint.selection import Exclusion
 from ..convert.export import Expected, ExportedBox, export_safetensors
 from ..convert.importing import import_checkpoint
 from ..convert.lora import Lora, LoraForm, LoraPlan
@@ -244,7 +245,7 @@ class _Gate:
         if section not in found.sections:
             return cls()  # the export raises
         plan = None if lora is None else LoraPlan(found, section, lora)
-        selection = ExportSelection(found, section, exclude, "drop", {}, plan)
+        selection = ExportSelection(found, section, Exclusion(exclude), "drop", {}, plan)
         tensors = found.manifest.tensors
         rows = found.manifest.section_tensors(section).tolist()
         stored: dict[str, BasicMeta] = {

@@ -22,6 +22,7 @@ from ..checkpoint.discovery import (
     newest_listed,
 )
 from ..checkpoint.location import Location
+from ..checkpoint.selection import SimilarNames
 from ..codecs import PlainCodec
 from ..errors import CheckpointNotFoundError
 from ..foreign.opening import CheckpointSource
@@ -153,10 +154,13 @@ def inspect_command(
     document = _summary(found)
     if rules is not None:
         document["rules"] = list(_explained(at(checkpoint), rules))
+    names = found.manifest.tensors.names
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            hint = SimilarNames(names).nearest(pattern)
+            raise click.BadParameter(f"{pattern!r} matches no tensor{hint}", param_hint="--tensor")
     selected = [
-        row
-        for row, name in enumerate(found.manifest.tensors.names)
-        if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+        row for row, name in enumerate(names) if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
     ]
     document["tensors"] = [_tensor(found, row, with_shards=shards) for row in selected] if tensors or shards else []
     if files:

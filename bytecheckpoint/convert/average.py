@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.index import Index
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
+from ..checkpoint.selection import Exclusion
 from ..checkpoint.values import StoredValue
 from ..engine.tensor_bytes import as_bytes
 from ..errors import MismatchError, NameNotFoundError, UsageError
@@ -91,7 +91,7 @@ def average(
     Raises:
         UsageError: An argument is invalid.
         NameNotFoundError: A checkpoint lacks a section.
-        MismatchError: Names, shapes, dtypes, plain values or integers differ. Lists all.
+        MismatchError: Names, shapes, dtypes, plain values or integers differ, or a pattern matches nothing. Lists all.
         StateError: A section holds an object that this library does not read.
         KeyExistsError: The target already holds a checkpoint.
         CorruptionError: Stored bytes are damaged or missing.
@@ -103,7 +103,9 @@ def average(
     store = Location.of(target).open()
     for one in checkpoints:
         refuse_checkpoint(store, one.url)
-    contents = [_Contents.of(one, sections, exclude) for one in checkpoints]
+    excluded = Exclusion(exclude)
+    contents = [_Contents.of(one, sections, excluded) for one in checkpoints]
+    excluded.require_matches(checkpoints[0].url, checkpoints[0])
     _compare(contents)
     first = contents[0]
     manifest = replace(
@@ -164,7 +166,7 @@ class _Contents:
     values: Mapping[tuple[Any, ...], StoredValue]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, sections: Sequence[str], exclude: Sequence[str]) -> _Contents:
+    def of(cls, checkpoint: Checkpoint, sections: Sequence[str], exclude: Exclusion) -> _Contents:
         lacking = [name for name in sections if name not in checkpoint.sections]
         if lacking or not sections:
             raise NameNotFoundError(
@@ -176,7 +178,7 @@ class _Contents:
             (value.section, value.path, value.rank): value
             for name in sections
             for value in checkpoint.index.values(section=name)
-            if not any(fnmatchcase(value.name, pattern) for pattern in exclude)
+            if not exclude(value.name)
         }
         kept = [full for full in part.manifest.tensors.names if full in rows]
         return cls(checkpoint.index, part, {full: rows[full] for full in kept}, values)

@@ -15,6 +15,7 @@ import torch
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import remove_files
+from ..checkpoint.selection import Exclusion
 from ..errors import KeyExistsError, UsageError
 from ..format.hf_index import ADAPTER_CONFIG_KEY, INDEX_KEY, SINGLE_KEY, index_document
 from ..format.safetensors import DATA_ALIGNMENT
@@ -95,8 +96,8 @@ def export_safetensors(
     Raises:
         UsageError: An argument is invalid, or the scaling of an adapter is unknown.
         NameNotFoundError: The checkpoint has no such section, or no adapter.
-        MismatchError: The names or shapes are not the expected ones, a tensor belongs to a single rank, or an adapter
-            does not fit. Lists all.
+        MismatchError: The names or shapes are not the expected ones, a tensor belongs to a single rank, a pattern
+            matches nothing, or an adapter does not fit. Lists all.
         NameCollisionError: Two tensors would have the same name.
         UnsupportedTensorError: safetensors cannot represent the dtype of a tensor, or an adapter is more than LoRA.
         KeyExistsError: The target already holds a model, or a related file with other contents.
@@ -106,7 +107,7 @@ def export_safetensors(
     store = Location.of(target).open()
     dtype = parse_cast(cast)
     plan = None if lora is None or section not in checkpoint.sections else LoraPlan(checkpoint, section, lora)
-    selection = ExportSelection(checkpoint, section, exclude, tied, parts or {}, plan)
+    selection = ExportSelection(checkpoint, section, Exclusion(exclude), tied, parts or {}, plan)
     tensors, dropped = selection.choose(expected, dtype)
     _refuse_model(store)
     others = with_dtype(related or {}, dtype) if dtype is not None else related or {}

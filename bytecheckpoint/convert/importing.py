@@ -9,6 +9,7 @@ from ..checkpoint.attempts import new_attempt, remove_attempt
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
+from ..checkpoint.selection import Exclusion
 from ..errors import UsageError
 from ..foreign.naming import MODEL_SECTION
 from ..format.manifest import COMPANION, timestamp
@@ -67,6 +68,7 @@ def import_checkpoint(
     Raises:
         UsageError: ``step`` is negative, ``section`` is not a valid name, or the source is a checkpoint of this
             library.
+        MismatchError: A pattern matches nothing.
         StateError: The source holds an object that this library does not read.
         NameCollisionError: Two tensors would have the same name.
         KeyExistsError: The target already holds a checkpoint.
@@ -85,7 +87,9 @@ def import_checkpoint(
     store = Location.of(target).open()
     refuse_checkpoint(store, source.url)
     sections = {one.name: section or one.name for one in index.manifest.sections}
-    chosen = chosen_part(index, sections, exclude)
+    excluded = Exclusion(exclude)
+    chosen = chosen_part(index, sections, excluded)
+    excluded.require_matches(source.url, source)
     manifest = chosen.manifest
     manifest = replace(manifest, step=manifest.step if step is None else step, created=timestamp())
     attempt = new_attempt()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +18,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.index import Index
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
+from ..checkpoint.selection import Exclusion
 from ..checkpoint.values import StoredValue, values_files
 from ..engine.files import data_key
 from ..engine.reading.stored_files import read_stored_file
@@ -225,21 +225,18 @@ def encoded_values(values: Iterable[StoredValue], url: str, attempt: str) -> lis
     ]
 
 
-def chosen_part(index: Index, sections: Mapping[str, str], exclude: Sequence[str]) -> Index:
+def chosen_part(index: Index, sections: Mapping[str, str], exclude: Exclusion) -> Index:
     """Return the index of some sections, by their new names, without what is excluded.
 
     It has no checksums, and no values of a checkpoint of this library. Raises ``NameCollisionError``.
     """
     old = index.manifest
 
-    def is_kept(name: str) -> bool:
-        return not any(fnmatchcase(name, pattern) for pattern in exclude)
-
     names: dict[str, str] = {}  # the new full name of each kept tensor
     rows: list[tuple[str, str, Any]] = []
     for row, full in enumerate(old.tensors.names):
         fqn = old.tensors.fqn_of(row)
-        if is_kept(full) and old.tensors.section_of(row) in sections:
+        if old.tensors.section_of(row) in sections and not exclude(full):
             names[full] = _full_name(sections[old.tensors.section_of(row)], fqn)
             rows.append((sections[old.tensors.section_of(row)], fqn, old.tensors.meta_of(row)))
     _refuse_collisions(names)
@@ -250,7 +247,7 @@ def chosen_part(index: Index, sections: Mapping[str, str], exclude: Sequence[str
     aliases = [
         (_full_name(sections[one], alias[len(one) + 1 :]), names[full])
         for alias, full in old.aliases
-        if (one := alias.partition(".")[0]) and full in names and is_kept(alias)
+        if (one := alias.partition(".")[0]) in sections and not exclude(alias) and full in names
     ]
     tensors = TensorTable.build(rows)
     infos = [SectionInfo(sections[one.name], one.kind) for one in old.sections if one.name in sections]
@@ -261,7 +258,7 @@ def chosen_part(index: Index, sections: Mapping[str, str], exclude: Sequence[str
     values = tuple(
         one._replace(section=sections[one.section])
         for one in (index.foreign_values if index.is_own else index.values())
-        if one.section in sections and is_kept(one.name)
+        if one.section in sections and not exclude(one.name)
     )
     return replace(index, manifest=manifest, foreign_values=values, views=views, names=None)
 

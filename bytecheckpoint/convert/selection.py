@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.selection import Exclusion
 from ..errors import MismatchError, NameCollisionError, NameNotFoundError, UnsupportedTensorError, UsageError
 from ..format.safetensors import code_and_shape
 from ..load.matching import fault_lines
@@ -45,7 +45,7 @@ class ExportSelection:
     Attributes:
         checkpoint: The checkpoint.
         section: The section to export.
-        exclude: Shell patterns; exported names that match one are left out.
+        exclude: The exported names that are left out.
         tied: Whether only one of several tied names is written, or all of them.
         parts: What is written in place of the tensors that are the sources of parts, by exported name.
         lora: What becomes of an adapter.
@@ -53,7 +53,7 @@ class ExportSelection:
 
     checkpoint: Checkpoint
     section: str
-    exclude: Sequence[str]
+    exclude: Exclusion
     tied: Tied
     parts: Mapping[str, ExportedBox]
     lora: LoraPlan | None = None
@@ -82,6 +82,7 @@ class ExportSelection:
                 OutputTensor(name, row, Box.whole(meta.shape), meta.dtype, None, self._added(row)) for name in kept
             ]
             dropped |= {name: kept[0] for name in names if name not in kept}
+        self.exclude.require_matches(self.checkpoint.url, [tensor.name for tensor in chosen])
         _refuse_collisions([tensor.name for tensor in chosen] + list(dropped))
         if required is not None:
             self._check_expected(required, {tensor.name: tensor.shape for tensor in chosen})
@@ -96,9 +97,6 @@ class ExportSelection:
     def _added(self, row: int) -> LowRank | None:
         return None if self.lora is None else self.lora.added.get(row)
 
-    def _is_excluded(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.exclude)
-
     def _groups(self) -> dict[int, list[str]]:
         """All exported names of each tensor row, the stored name first."""
         manifest = self.checkpoint.manifest
@@ -107,7 +105,7 @@ class ExportSelection:
         per_rank: list[str] = []
         for row in manifest.section_tensors(self.section).tolist():
             name = self.exported_name(manifest.tensors.fqn_of(row))
-            if name is None or (name not in sources and self._is_excluded(name)):
+            if name is None or (name not in sources and self.exclude(name)):
                 continue
             if manifest.scope[row] >= 0:
                 per_rank.append(name)
@@ -120,9 +118,9 @@ class ExportSelection:
             )
         for alias, stored in self.checkpoint.aliases.items():
             row, is_alone = manifest.tensor_row(stored), not stored.startswith(f"{self.section}.")
-            if row is not None and alias.startswith(f"{self.section}.") and (row in names or is_alone):
+            if row is not None and alias.startswith(f"{self.section}."):
                 name = self.exported_name(alias[len(self.section) + 1 :])
-                if name is not None and not self._is_excluded(name):
+                if name is not None and not self.exclude(name) and (row in names or is_alone):
                     names.setdefault(row, []).append(name)
         return names
 
@@ -138,7 +136,7 @@ class ExportSelection:
         chosen = [
             OutputTensor(name, row, part.box, tensors.meta_of(row).dtype, part.shape, self._added(row))
             for name, part in self.parts.items()
-            if not self._is_excluded(name)
+            if not self.exclude(name)
             for row in (rows[part.source],)
         ]
         for part in self.parts.values():

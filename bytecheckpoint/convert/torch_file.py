@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
+from ..checkpoint.selection import Exclusion
 from ..errors import KeyExistsError, KeyNotFoundError, NameNotFoundError, StateError, UsageError
 from ..foreign.source_path import open_parent
 from ..tensors.dtypes import DType
@@ -69,6 +69,7 @@ def export_torch_file(
 
     Raises:
         NameNotFoundError: The checkpoint has no such section.
+        MismatchError: A pattern matches nothing.
         StateError: A value cannot be decoded, for example because it is stored as a pickle.
         KeyExistsError: The file exists.
         CorruptionError: Stored bytes are damaged or missing.
@@ -115,11 +116,10 @@ def exportable_state(checkpoint: Checkpoint, section: str | None, exclude: Seque
     if section is not None and section not in checkpoint.sections:
         raise NameNotFoundError(f"{checkpoint.url} has no section {section!r}; it has {', '.join(checkpoint.sections)}")
 
-    def keep(name: str) -> bool:
-        return not any(fnmatchcase(name, pattern) for pattern in exclude)
-
+    excluded = Exclusion(exclude)
     chosen = checkpoint.sections if section is None else [section]
-    state = {one: section_state(checkpoint, one, keep=keep) for one in chosen}
+    state = {one: section_state(checkpoint, one, keep=lambda name: not excluded(name)) for one in chosen}
+    excluded.require_matches(checkpoint.url, checkpoint)
     refused = find_all(state, Refused)
     if refused:
         rest = f" ({len(refused)} such values)" if len(refused) > 1 else ""

@@ -92,6 +92,26 @@ def test_tied_names_cast_and_rename(one: Path, tmp_path: Path, bcp_command) -> N
     assert torch.equal(found["coarse"], stored["coarse"])
 
 
+def test_patterns_that_match_nothing_are_errors(one: Path, tmp_path: Path, bcp_command) -> None:
+    safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "m.safetensors")
+    excluding = ["--exclude", "inner.*", "--exclude", "iner.*", "--exclude", "model.inner.*"]
+    for command in (
+        ["export", one, tmp_path / "out", *excluding],
+        ["export", one, tmp_path / "out", "--format", "dcp", *excluding],
+        ["export", one, tmp_path / "out", "--format", "torch", *excluding],
+        ["import", tmp_path / "m.safetensors", tmp_path / "out", *excluding],
+        ["average", one, one, "--output", tmp_path / "out", *excluding],
+    ):
+        ran = bcp_command(*command)
+        assert ran.code == 1, (command, ran.stderr)
+        assert "exclude has patterns that match nothing" in ran.stderr
+        assert "  iner.*" in ran.stderr
+        assert not (tmp_path / "out").exists()
+    ran = bcp_command("inspect", one, "--tensor", "model.iner.*")
+    assert ran.code == 2
+    assert "matches no tensor" in ran.stderr
+
+
 def test_an_export_has_all_expected_names_or_writes_nothing(one: Path, tmp_path: Path, bcp_command) -> None:
     names = ["coarse", "count", "embed.weight", "inner.bias", "inner.weight", "none"]
     expect = tmp_path / "names.json"
