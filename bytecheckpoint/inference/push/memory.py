@@ -230,14 +230,9 @@ class VersionStore:
         return self.served is not None and self.served.applied_by == transaction
 
     @property
-    def holds_before(self) -> bool:
-        """Whether this worker holds the bytes of the version that it served before."""
-        return self._before is not None and self._before.arena is not None
-
-    @property
     def before(self) -> HeldVersion | None:
         """The version that was served before, if this worker holds all of its bytes and no sender may write there."""
-        return self._before if self.holds_before else None
+        return self._before if self._before is not None and self._before.arena is not None else None
 
     def revert(self) -> None:
         """Make the previous version the served one."""

@@ -320,13 +320,9 @@ class BoundPlan:
 
 
 def _places(layouts: Sequence[Layout], rings: Rings) -> list[list[ChunkTarget]]:
-    """Return the place of each chunk of each target, in its ring buffer or in its arena."""
-    if not rings:
-        return [
-            [ChunkTarget(target, offset, chunk) for chunk, offset in enumerate(layout.offsets[:-1])]
-            for target, layout in enumerate(layouts)
-        ]
-    waves = [Waves(layout, *ring) for layout, ring in zip(layouts, rings, strict=True)]
+    """Return the place of each chunk of each target, in its ring buffer or in its arena, which has one slot for all."""
+    slots = rings or tuple((1, layout.nbytes) for layout in layouts)
+    waves = [Waves(layout, *ring) for layout, ring in zip(layouts, slots, strict=True)]
     return [
         [ChunkTarget(target, of.offset(chunk), chunk, of.wave_of[chunk]) for chunk in range(len(of.layout.chunks))]
         for target, of in enumerate(waves)

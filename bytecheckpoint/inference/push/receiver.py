@@ -110,10 +110,10 @@ class Receiver:
             _log.log(self._log_level, "push: %s", error, exc_info=True)
             answer["failure"] = vars(FailureResponse.of(error, self._serving()))
         served = self._versions.served
-        answer["version"] = None if served is None else served.version
+        if served is not None:
+            answer |= {"version": served.version, "applied_by": served.applied_by}
         answer["inconsistent_reason"] = self._inconsistent_reason or (base._inconsistent_reason if base else "")
         answer["asleep"] = sorted(self._model.asleep())
-        answer["applied_by"] = "" if served is None else served.applied_by
         answer["transaction"] = self._push.transaction
         answer["seconds"] = time.monotonic() - begin
         return encode(answer)
@@ -317,7 +317,7 @@ class Receiver:
         assert versions.served is not None
         self._push.end()
         reason = f"version {versions.served.version!r} was reverted"
-        if versions.holds_before:
+        if versions.before is not None:
             self._return(reason)
             return {"reverted": True}
         self._inconsistent_reason = reason  # stays if `restore` raises
@@ -441,13 +441,7 @@ class Receiver:
 
 def refuse(error: Exception, request: Any) -> str:
     """Return the response of a worker that has no receiver for the request, whatever that is. Never raises."""
-    answer = _header("") | {
-        "version": None,
-        "inconsistent_reason": "",
-        "applied_by": "",
-        "transaction": "",
-        "seconds": 0.0,
-    }
+    answer = _header("")
     with suppress(BytecheckpointError, TypeError, AttributeError):
         answer["nonce"] = decode(request).get("nonce")
     answer["failure"] = vars(FailureResponse.of(error, ""))
@@ -455,7 +449,9 @@ def refuse(error: Exception, request: Any) -> str:
 
 
 def _header(receiver: str) -> dict[str, Any]:
-    return {"receiver": receiver, "host": socket.gethostname(), "pid": os.getpid()}
+    """Return what every answer has, as of a worker that serves what it started with."""
+    served = {"version": None, "inconsistent_reason": "", "applied_by": "", "transaction": "", "seconds": 0.0}
+    return {"receiver": receiver, "host": socket.gethostname(), "pid": os.getpid(), **served}
 
 
 def _open_ring(message: Mapping[str, Any], waves: Waves, record: LoadRecord, device: torch.device | None) -> RingBuffer:
