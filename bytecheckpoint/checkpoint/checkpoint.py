@@ -24,6 +24,7 @@ from ..format.values import Container, decode_value, is_left_out
 from ..frameworks.sections import split_rank_name
 from ..planners import plan_load
 from ..runtime.arguments import check_arguments
+from ..runtime.modes import default_modes
 from ..storage_backends import join
 from ..storage_backends.base import StorageBackend
 from ..tensors.geometry import Box
@@ -360,6 +361,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
                 rows[alias[len(prefix) :]] = tied
         return rows
 
+    @default_modes()
     def read(self, parts: Sequence[tuple[int, Box, torch.Tensor]]) -> None:
         """Fill tensors with boxes of stored tensors, and check the bytes.
 

@@ -12,6 +12,7 @@ import torch
 from ..errors import TensorIndexError, UsageError
 from ..format.manifest import Manifest
 from ..runtime.arguments import check_arguments
+from ..runtime.modes import default_modes
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta, ShardMeta
 from ..tensors.shards import torch_dtype
@@ -89,6 +90,7 @@ class StoredTensor:
         """
         return self.read(Box.whole(self.shape), device)
 
+    @default_modes()
     def read(self, box: Box, device: torch.device | str = "cpu") -> torch.Tensor:
         """Read one box of the tensor, and check its bytes. Reads whole checksum chunks around the box.
 
@@ -110,6 +112,7 @@ class StoredTensor:
         self._checkpoint.read([(self._row, box, out)])
         return out
 
+    @default_modes()
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read a slice, as ``torch.Tensor`` would return it.
 

@@ -21,6 +21,7 @@ from ..engine.tensor_bytes import as_bytes
 from ..errors import MismatchError, NameNotFoundError, UsageError
 from ..format.manifest import COMPANION, timestamp
 from ..load.matching import fault_lines
+from ..runtime.modes import default_modes
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from .related import kept_files
@@ -59,6 +60,7 @@ class AverageReport:
     bytes_read: int
 
 
+@default_modes()
 def average(
     checkpoints: Sequence[Checkpoint],
     target: AnyLocation,

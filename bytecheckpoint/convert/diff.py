@@ -12,6 +12,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.values import StoredValue
 from ..errors import UsageError
 from ..planners import split_box
+from ..runtime.modes import default_modes
 from ..tensors.geometry import Box
 from .rewriter import PIECE_BYTES, Progress, Rewriter
 
@@ -89,6 +90,7 @@ class DiffReport:
         return not (self.only_a or self.only_b or self.tensors or self.values)
 
 
+@default_modes()
 def diff(
     a: Checkpoint,
     b: Checkpoint,

@@ -19,6 +19,7 @@ from ..checkpoint.selection import Exclusion
 from ..errors import KeyExistsError, UsageError
 from ..format.hf_index import ADAPTER_CONFIG_KEY, INDEX_KEY, SINGLE_KEY, index_document
 from ..format.safetensors import DATA_ALIGNMENT
+from ..runtime.modes import default_modes
 from ..storage_backends.base import StorageBackend
 from .lora import ADAPTER_KEY, Lora, LoraPlan
 from .related import put_files, with_dtype
@@ -55,6 +56,7 @@ class ExportReport:
     related: tuple[str, ...] = ()
 
 
+@default_modes()
 def export_safetensors(
     checkpoint: Checkpoint,
     target: AnyLocation,

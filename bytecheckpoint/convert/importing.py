@@ -14,6 +14,7 @@ from ..errors import UsageError
 from ..foreign.naming import MODEL_SECTION
 from ..format.manifest import COMPANION, timestamp
 from ..frameworks.sections import check_state
+from ..runtime.modes import default_modes
 from .related import kept_files
 from .reshard import chosen_part, plan_files, values_of
 from .rewriter import Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
@@ -40,6 +41,7 @@ class ImportReport:
     total_size: int
 
 
+@default_modes()
 def import_checkpoint(
     source: Checkpoint,
     target: AnyLocation,

@@ -28,6 +28,7 @@ from ..format.safetensors import shard_name
 from ..format.values import encode_values_file, unread_in
 from ..frameworks.sections import split_rank_name
 from ..runtime.arguments import check_choice
+from ..runtime.modes import default_modes
 from ..tensors.geometry import Box
 from ..tensors.shards import Path
 from ..tensors.tables import TensorTable
@@ -82,6 +83,7 @@ class ReshardReport:
         return sum(file.size for file in self.files)
 
 
+@default_modes()
 def reshard(
     checkpoint: Checkpoint,
     target: AnyLocation,

@@ -13,6 +13,7 @@ from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.selection import Exclusion
 from ..errors import KeyExistsError, KeyNotFoundError, NameNotFoundError, StateError, UsageError
 from ..foreign.source_path import open_parent
+from ..runtime.modes import default_modes
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from .rewriter import OutputTensor, Progress, Rewriter
@@ -40,6 +41,7 @@ class TorchFileReport:
     bytes_read: int
 
 
+@default_modes()
 def export_torch_file(
     checkpoint: Checkpoint,
     target: AnyLocation,

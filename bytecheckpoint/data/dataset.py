@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..errors import StateError, UsageError
+from ..runtime.modes import default_modes
 
 
 @dataclass
@@ -84,7 +85,7 @@ class ElasticDataset(IterableDataset[Any]):
             number: copy.deepcopy(shard.state_dict()) for number, shard in enumerate(self._shards) if _has_state(shard)
         }
         # Persistent workers keep their copy of the dataset, and see the epoch only in shared memory.
-        self._epoch = torch.full((1,), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._epoch = torch.full((1,), -1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
         self._next: _Progress | None = None
         self._progress: _Progress | None = None
 
@@ -211,6 +212,7 @@ class ElasticDataset(IterableDataset[Any]):
             )
         return progress
 
+    @default_modes()
     def _order(self, epoch: int) -> list[int]:
         count = len(self._shards)
         if not self._shuffle:

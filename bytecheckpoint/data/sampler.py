@@ -10,10 +10,13 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
 from ..errors import StateError, UsageError
+from ..runtime.modes import default_modes
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class ElasticSampler(Sampler[int]):
         self.epoch = 0
         self._next: _Place | None = None
         self._iterator: _Iterator | None = None
-        self._order: tuple[int, torch.Tensor] | None = None
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration.
@@ -216,22 +219,23 @@ class ElasticSampler(Sampler[int]):
     def _share(self, place: _Place) -> int:
         return place.began.share(self.rank, self.world_size, drop_last=self._drop_last)
 
-    def _order_of(self, epoch: int) -> torch.Tensor:
+    @default_modes()
+    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         if self._order is None or self._order[0] != epoch:
             generator = torch.Generator()
             generator.manual_seed(self._seed + epoch)
             order = torch.randperm(self._size, generator=generator) if self._shuffle else torch.arange(self._size)
-            self._order = (epoch, order)
+            self._order = (epoch, order.numpy())
         return self._order[1]
 
     def _identity(self, epoch: int) -> dict[str, Any]:
         """What determines the order of an epoch, and a checksum of its first elements."""
-        first = self._order_of(epoch)[:1024].contiguous()
+        first = self._order_of(epoch)[:1024]
         return {
             "size": self._size,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "order": zlib.crc32(first.numpy().tobytes()),
+            "order": zlib.crc32(first.tobytes()),
         }
 
     def _check_order(self, state: Mapping[str, Any]) -> None:

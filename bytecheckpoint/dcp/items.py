@@ -105,7 +105,7 @@ def describe_containers(section: str, leaves: Iterable[tuple[Path, bool]]) -> di
         for key in path[:-1]:
             node = node.setdefault(key, {})
         if path:
-            node[path[-1]] = torch.empty(0) if is_tensor else None
+            node[path[-1]] = torch.empty(0, dtype=torch.float32) if is_tensor else None
     capture = Capture(Context(section, {}))
     capture.visit(with_lists(root))
     values = capture.finish().values

@@ -32,6 +32,7 @@ from ..frameworks.tree_paths import value_like
 from ..load.matching import refuse_cast
 from ..load.options import Cast, LoadOptions, LoadRequest
 from ..runtime.arguments import options_of
+from ..runtime.modes import default_modes
 from ..storage_backends import url_text
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
@@ -161,6 +162,7 @@ class Reader(StorageReader):
         """
         return plans
 
+    @default_modes()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all items of this rank, and hand them to the planner after all bytes have been verified.
 

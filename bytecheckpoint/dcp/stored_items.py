@@ -85,7 +85,7 @@ class _Placeholder(torch.Tensor):
 
 
 def _placeholder(found: StoredTensorRef) -> torch.Tensor:
-    made = torch.empty(0).as_subclass(_Placeholder)
+    made = torch.empty(0, dtype=torch.float32).as_subclass(_Placeholder)
     made.row = found.row
     return made
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from ..errors import UsageError
+from ..runtime.modes import default_modes
 from ..runtime.threads import Threads, before_exit
 from .reading.bounce import BouncePool
 
@@ -74,16 +75,18 @@ class IOEngine:
 
     @contextmanager
     def track_call(self) -> Iterator[None]:
-        """Mark the calling thread as being inside a save or a load."""
+        """Mark the calling thread as being inside a save or a load, and isolate it from the caller's modes of torch."""
         thread = threading.current_thread()
         if not thread.daemon:
-            yield
+            with default_modes():
+                yield
             return
         if thread not in self._daemons:
             self._daemons = [*filter(threading.Thread.is_alive, self._daemons), thread]
         self._calls.append(thread)
         try:
-            yield
+            with default_modes():
+                yield
         finally:
             self._calls.remove(thread)
 

@@ -30,7 +30,8 @@ def copy_memory(target: int, source: int, nbytes: int) -> None:
 
 def copy_elements(out: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Do ``out[...] = source``; bit by bit between equal dtypes, so that opaque dtypes work too."""
-    with torch.no_grad():
+    # A tensor that was made in inference mode can be written only there.
+    with torch.inference_mode() if out.is_inference() else torch.no_grad():
         if out.dtype == source.dtype and not any(t.is_conj() or t.is_neg() for t in (out, source)):
             carrier = CARRIERS[out.dtype.itemsize]
             out, source = out.view(carrier), source.view(carrier)

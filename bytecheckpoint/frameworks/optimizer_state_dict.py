@@ -65,7 +65,11 @@ def _params_of(holder: StateHolder, context: Context, stored: StoredSection) -> 
             param, layout = tensors[0], dtensor_layout(name, tensors[0])
         else:
             shapes = [meta.shape for fqn, meta in stored.metas.items() if fqn.startswith(f"state.{name}.")]
-            param = tensors[0] if tensors else torch.empty(max(shapes, key=len, default=()), device="meta")
+            param = (
+                tensors[0]
+                if tensors
+                else torch.empty(max(shapes, key=len, default=()), dtype=torch.float32, device="meta")
+            )
             layout = ParamLayout.whole(name, tuple(param.shape))
         result.append(NamedParam(param, layout, holder, group, key))
     return result

@@ -217,7 +217,7 @@ class StateFiller:
         if as_number:
             return _as_number(number, int, where)
         if loaded is None and as_number is False and isinstance(number, (int, float)):
-            loaded = torch.tensor(float(number))  # another library counted it
+            loaded = torch.tensor(float(number), dtype=torch.float32)  # another library counted it
         if loaded is None:
             return number
         if isinstance(existing, (int, float)) and not isinstance(existing, bool):
@@ -339,7 +339,8 @@ def _is_nan(value: Any) -> bool:
 
 
 def _fill(tensor: torch.Tensor, number: Any, where: str) -> torch.Tensor:
-    cast = torch.tensor(number).to(tensor.dtype)
+    exact = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
+    cast = torch.tensor(number, dtype=exact).to(tensor.dtype)
     if not _same(cast.item(), number):
         raise _misfit(where, number, str(tensor.dtype))
     return tensor.copy_(cast.reshape(tensor.shape))

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import StateError
 from ..runtime.arguments import check_choice
+from ..runtime.modes import default_modes
 from .per_rank import PerRankState
 
 OnRNGResize = Literal["reseed", "lowest", "error"]
@@ -66,6 +67,7 @@ class RNGState(PerRankState):
         """What the last load did with each generator (``python``, ``numpy``, ``torch``, ``cuda:0``, ...)."""
         return self._resumed
 
+    @default_modes()
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all generators as plain values and arrays, without drawing from any of them.
 
@@ -82,6 +84,7 @@ class RNGState(PerRankState):
             "accelerator": _accelerator_states(),
         }
 
+    @default_modes()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the generators from what ``state_dict`` returned.
 

@@ -151,7 +151,7 @@ def _renaming(name: str, value: Any) -> Any:
 def _device(name: str, value: Any) -> torch.device:
     try:
         device = torch.device(value)
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise UsageError(f"{name} must be a device of this process, not {value!r}: {error}") from error
     if device.type == "meta":

@@ -98,7 +98,9 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
                     _zero_padding(named, rows)
                 found.write_back()
             for scaler in scalers if GRAD_SCALER in values else ():
-                scaler.load_state_dict({**values[GRAD_SCALER], "scale": torch.tensor(values[GRAD_SCALER]["scale"])})
+                scaler.load_state_dict(
+                    {**values[GRAD_SCALER], "scale": torch.tensor(values[GRAD_SCALER]["scale"], dtype=torch.float32)}
+                )
 
         target.apply = apply
         return target
@@ -222,7 +224,7 @@ class _Optimizers:
         if part.has_masters and param.dtype != torch.float32:
             master = fp32_state(part.optimizer, param, OWN_MASTER) if held is None and loading else held
         if state and count is not None:
-            state[_STEP] = torch.tensor(float(count))
+            state[_STEP] = torch.tensor(float(count), dtype=torch.float32)
         if state:
             part.holder.state[key] = state
         named = NamedParam(param, layout, part.holder, group, key, master, owned.origins if master is not None else {})

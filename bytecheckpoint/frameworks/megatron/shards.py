@@ -347,7 +347,7 @@ def _traced(entry: Any) -> tuple[int, tuple[int, ...]]:
         int(numbers[tuple(int(d == axis) for axis in range(len(shape)))]) - start if n > 1 else dense[d]
         for d, n in enumerate(shape)
     )
-    expected = torch.full(shape, start)
+    expected = torch.full(shape, start, dtype=torch.int64)
     for d, n in enumerate(shape):
         expected += (torch.arange(n) * strides[d]).view([n if axis == d else 1 for axis in range(len(shape))])
     if min(strides, default=0) < 0 or not torch.equal(expected, numbers):

@@ -105,7 +105,7 @@ def record_load(model: EngineModel, table: Table, *, strict: bool = True) -> Loa
 
 def _zeros(name: str, view: StridedView) -> torch.Tensor:
     # The recorder notes that the loader computes with the values; the entire tensor is sent then.
-    return torch.zeros(view.shape)
+    return torch.zeros(view.shape, dtype=torch.float32)
 
 
 def _by_layer(made: nn.Module, copies: Sequence[Copy]) -> list[Copy]:

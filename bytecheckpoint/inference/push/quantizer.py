@@ -191,7 +191,7 @@ class _Tensor:
 
     def __init__(self, shape: tuple[int, ...], blocks: Blocks, held: Sequence[Box]) -> None:
         self.shape, self.blocks, self.held = shape, blocks, held
-        self.maxima = torch.zeros(grid_of(shape, blocks))
+        self.maxima = torch.zeros(grid_of(shape, blocks), dtype=torch.float32)
         self._claimed = np.zeros(tuple(self.maxima.shape), bool)
 
     def set_maxima(self, grid: Box, maxima: torch.Tensor) -> None:
