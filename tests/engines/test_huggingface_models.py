@@ -179,7 +179,7 @@ def _load_sharded(rank: int, world_size: int, path: str, name: str, tie: bool) -
 @_TIED
 @_EACH
 def test_two_ranks_with_fsdp2(name: str, tie: bool, pool: RankPool, tmp_path: Path) -> None:
-    if name in _FUSED:
+    if name in _FUSED or name == "CLIPModel":  # fully_shard takes no scalar parameters
         return
     _model(name, 0, tie=tie).save_pretrained(tmp_path)
     pool.run(_load_sharded, str(tmp_path), name, tie)
