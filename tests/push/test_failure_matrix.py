@@ -103,7 +103,9 @@ def _fail(rank: int, world_size: int, urls: list[str], cell: Cell) -> str | None
         ToyEngine(urls[-1]).fault(0, "signal at", [cell.point, cell.event, os.getpid(), number])
     once = threading.Semaphore(int(is_victim))  # engines have threads, which all pass a point
     remove = telemetry.observe(
-        lambda *seen: os.kill(os.getpid(), number) if seen == cell[4:] and once.acquire(blocking=False) else None
+        lambda *seen: (
+            os.kill(os.getpid(), number) if seen == (cell.point, cell.event) and once.acquire(blocking=False) else None
+        )
     )
     logged: list[str] = []
     handler = logging.Handler(logging.ERROR)
