@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 from ..engine.objects import OBJECTS, files_of
 from ..errors import (
@@ -109,8 +109,8 @@ def find_newest(
     """
     top = open_nearest(root, deadline_s)
     seen = _look(root, top, excluding, deadline_s)
-    if seen.complete:
-        return max(seen.complete, key=lambda found: found.order_key())
+    if seen.first is not None:
+        return seen.first
     check_is_root(top)
     if not seen.on_exception and top.list_children(f"{OBJECTS}/"):
         seen.problems[OBJECTS] = "incremental saves began, and none was committed"
@@ -149,13 +149,13 @@ def find_best(
 
     Of equal ones, the newest. None if no checkpoint has the metric. Reads the manifests of all.
     """
-    sign = 1.0 if mode == "min" else -1.0
-    found = (
-        (sign * value, one)
-        for one in all_complete(root, deadline_s)
-        if (value := metric_of(one.manifest, metric)) is not None
-    )
-    return min(found, key=lambda pair: pair[0], default=(0.0, None))[1]  # the first one of equal ones
+    sign = -1.0 if mode == "min" else 1.0
+
+    def rank(one: CompleteCheckpoint, abandoned: Container[str]) -> tuple[float, OrderKey] | None:
+        value = metric_of(one.manifest, metric)
+        return None if value is None else (sign * value, one.order_key(abandoned))
+
+    return _first_by(rank, root, deadline_s)
 
 
 def find_milestone(
@@ -165,19 +165,25 @@ def find_milestone(
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> CompleteCheckpoint | None:
     """Return the complete checkpoint that was saved as this milestone; of several, the newest."""
-    return next((one for one in all_complete(root, deadline_s) if one.milestone == name), None)
+    return _first_by(
+        lambda one, abandoned: one.order_key(abandoned) if one.milestone == name else None, root, deadline_s
+    )
 
 
-def all_complete(root: Location, deadline_s: float) -> list[CompleteCheckpoint]:
-    """Return all complete checkpoints among the direct children of ``root``, the newest first.
+_Rank: TypeAlias = Callable[[CompleteCheckpoint, Container[str]], tuple[Any, ...] | None]
+"""Returns a key, of which the highest decides; None for a checkpoint that is not wanted. Abandoned ones are passed."""
 
-    Those that were saved on an exception are not among them; those that a rollback has abandoned are the last ones.
+
+def _first_by(rank: _Rank, root: Location, deadline_s: float) -> CompleteCheckpoint | None:
+    """Return the complete checkpoint with the highest rank among the direct children of ``root``; None if none has one.
+
+    Those that were saved on an exception have none.
     """
     top = open_nearest(root, deadline_s)
-    seen = _look(root, top, (), deadline_s, stops_early=False)
+    seen = _look(root, top, (), deadline_s, rank, stops_early=False)
     if not seen.complete:
         check_is_root(top)
-    return sorted(seen.complete, key=lambda one: one.order_key(seen.abandoned), reverse=True)
+    return seen.first
 
 
 @dataclass
@@ -185,34 +191,53 @@ class _Seen:
     """What a search has found among the direct children of a root."""
 
     abandoned: frozenset[str]  # attempts
-    complete: list[CompleteCheckpoint] = field(default_factory=list)
+    complete: int = 0  # how many are complete
+    first: CompleteCheckpoint | None = None  # of the highest key; the manifests of all may not fit in memory
+    key: tuple[Any, ...] = ()
     on_exception: list[str] = field(default_factory=list)  # names; of checkpoints that were saved on an exception
     problems: dict[str, str] = field(default_factory=dict)  # by name, why something that a save left is not complete
     damaged: list[str] = field(default_factory=list)  # messages
     foreign: dict[str, list[str]] = field(default_factory=dict)  # by name, files of checkpoints of other systems
     removed: list[str] = field(default_factory=list)  # names; of what was listed, and was not there any more
 
+    def add(self, found: CompleteCheckpoint, key: tuple[Any, ...] | None) -> None:
+        self.complete += 1
+        if key is not None and (self.first is None or key > self.key):
+            self.first, self.key = found, key
+
 
 def _look(
-    root: Location, top: StorageBackend, excluding: Container[str], deadline_s: float, *, stops_early: bool = True
+    root: Location,
+    top: StorageBackend,
+    excluding: Container[str],
+    deadline_s: float,
+    rank: _Rank = CompleteCheckpoint.order_key,
+    *,
+    stops_early: bool = True,
 ) -> _Seen:
     """Search until nothing that was listed has been removed meanwhile, as jobs do after a commit.
 
     A search that finds nothing is therefore repeated, unless there is nothing, until it finds the same again.
     """
-    seen, before = _look_once(root, top, excluding, deadline_s, stops_early=stops_early), None
+    seen, before = _look_once(root, top, excluding, deadline_s, rank, stops_early=stops_early), None
     for _ in range(_MOST_LOOKS):
         now = seen.problems, seen.removed
         if not any(now) or now == before or (seen.complete and not seen.removed):
             break
-        seen, before = _look_once(root, top, excluding, deadline_s, stops_early=stops_early), now
+        seen, before = _look_once(root, top, excluding, deadline_s, rank, stops_early=stops_early), now
     for message in seen.damaged:
         _log.warning("skipped an invalid checkpoint: %s", message)
     return seen
 
 
 def _look_once(
-    root: Location, top: StorageBackend, excluding: Container[str], deadline_s: float, *, stops_early: bool
+    root: Location,
+    top: StorageBackend,
+    excluding: Container[str],
+    deadline_s: float,
+    rank: _Rank,
+    *,
+    stops_early: bool,
 ) -> _Seen:
     children = top.list_children("")
     seen, ended = _Seen(abandoned_in(top, children).attempts), set[str]()
@@ -240,7 +265,7 @@ def _look_once(
             if is_exception_save(found.manifest):
                 seen.on_exception.append(name)
             else:
-                seen.complete.append(found)
+                seen.add(found, rank(found, seen.abandoned))
                 if stops_early and found.manifest.step in (None, number):
                     ended.add(series)
     return seen

@@ -98,9 +98,10 @@ def test_the_working_directory_counts_only_when_a_path_is_given(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "late", "nvme", "runs"]
 
 
-def test_a_path_is_absolute_and_a_url_stays() -> None:
+def test_a_path_is_absolute_and_other_urls_stay() -> None:
     home = Path("~/runs").expanduser()
     assert bcp.Location("~/runs").url == str(home)
     assert bcp.Location("runs/../a").url == str(Path.cwd() / "a")
-    for url in ("memory://a/b", "file:///a/./b", "zip://x::file://a.zip"):
+    assert bcp.Location("file:///a/./b%20c").url == "/a/b c"
+    for url in ("memory://a/b", "zip://x::file://a.zip"):
         assert bcp.Location(url).url == url

@@ -79,6 +79,11 @@ class Transfers(SharedFiles):
             self.outside[place] = saved
         else:
             self.seen[place.removeprefix("root/")] = saved
+            self.abandoned.discard((place.removeprefix("root/"), saved.number))  # a copy is another attempt
+
+    def _target(self, source: str, to: str) -> str:
+        """Where to copy: below the root, names state the step."""
+        return to if to in OUTSIDE else f"root/step-{self._places()[source].step}"
 
     # -- copies --------------------------------------------------------------------------------------------------
 
@@ -89,7 +94,8 @@ class Transfers(SharedFiles):
     @precondition(lambda self: self.seen or self.outside)
     @rule(data=st.data(), to=PLACES, how=ENDS, at=OF_A_TRANSFER)
     def copy(self, data: st.DataObject, to: str, how: str, at: int) -> None:
-        self._copy_and_check(data.draw(st.sampled_from(sorted(self._places()))), to, how, at)
+        source = data.draw(st.sampled_from(sorted(self._places())))
+        self._copy_and_check(source, self._target(source, to), how, at)
 
     @precondition(lambda self: self.begun)
     @rule(data=st.data(), how=ENDS, at=OF_A_TRANSFER)
@@ -133,6 +139,7 @@ class Transfers(SharedFiles):
         name = data.draw(st.sampled_from(sorted(self.seen))) if what == "remove" and self.seen else ""
         if what == "clean up later" and source == f"root/step-{step}":
             return  # what was removed during a copy that takes longer than a day cannot be sent again
+        to = self._target(source, to)
         saved, before = self._places()[source], self._places().get(to)
         changed: list[str] = []  # a name below the root
 
@@ -161,8 +168,10 @@ class Transfers(SharedFiles):
                 failure = error
         for one in changed:
             if what == "remove":
-                self.seen.pop(one, None)
+                self._gone(one)
             else:
+                if what != "save":
+                    self._went_back(step)
                 self._committed(one)
         is_source_changed = changed == [source.removeprefix("root/")]
         number = number_at(self.whole, to)
@@ -173,7 +182,7 @@ class Transfers(SharedFiles):
         elif before is not None or failure is not None:
             assert number == (before and before.number)
         elif is_source_changed and what != "remove" and number == self.number:
-            saved = Saved(self.number, dict(self.tensors))
+            saved = self._saved(step)
         else:
             assert number == saved.number
         if number == saved.number:
@@ -230,7 +239,7 @@ class Transfers(SharedFiles):
             stored = {stat.key for stat in self.raw.list(f"{OBJECTS}/")}
             assert how or any(f"{OBJECTS}/{reference}" not in stored for reference in references)
             if number_at(staged) == self.number:
-                self.uploads[name] = Saved(self.number, dict(self.tensors)), self.passed_s, references
+                self.uploads[name] = self._saved(step), self.passed_s, references
 
     @precondition(lambda self: self.uploads)
     @rule(how=st.sampled_from(["", "", "fail", "fail once", "kill"]), at=OF_A_TRANSFER)
@@ -250,6 +259,8 @@ class Transfers(SharedFiles):
             bcp.Location(self.root, tier=bcp.Tier(tier)), preemption=None, save=bcp.SaveOptions(base="auto")
         ) as manager:
             manager.save(step, {"tree": dict(self.tensors)}, force=True, metrics={"n": self.number})
+        self._went_back(step)
+        self.abandoned |= {(name, saved.number) for name, (saved, _, _) in self.uploads.items() if saved.step > step}
         self._committed(f"step-{step}")
         self.uploads.pop(f"step-{step}", None)
         self._end_uploads(is_complete=True)

@@ -26,6 +26,7 @@ from sorted_arguments import save_in_job
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint import attempts, lease, sweep
 from bytecheckpoint.checkpoint.lease import LEASE_KEY, hold_root
+from bytecheckpoint.checkpoint.lineage import ROLLBACK_KEY
 from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.convert.copy import remove
 from bytecheckpoint.engine.objects import OBJECTS, files_of
@@ -103,16 +104,18 @@ class Fuse:
 
 
 class Saved(NamedTuple):
-    """What a load must return, and the number of the save."""
+    """What a load must return, and the number and the step of the save."""
 
     number: int
     tensors: dict[str, torch.Tensor]
+    step: int
 
 
 class SharedFiles(RuleBasedStateMachine):
     """``seen`` maps names below the root to what is committed there.
 
-    ``passed_s`` is how far the clock of attempts is ahead.
+    ``abandoned`` are names and numbers of saves after which a job has gone back. ``passed_s`` is how far the clock of
+    attempts is ahead.
     """
 
     def __init__(self) -> None:
@@ -121,6 +124,7 @@ class SharedFiles(RuleBasedStateMachine):
         self.root = f"memory://{self.store}/root"
         self.raw = MemoryBackend(self.store, "root")
         self.seen: dict[str, Saved] = {}
+        self.abandoned: set[tuple[str, int]] = set()
         self.passed_s = 0.0
         self.tensors = {name: torch.arange(4.0 * CHUNK / 4) for name in NAMES}
         self.number = 0
@@ -179,14 +183,24 @@ class SharedFiles(RuleBasedStateMachine):
         ).result()
 
     def _committed(self, name: str) -> None:
-        self.seen[name] = Saved(self.number, dict(self.tensors))
+        self.seen[name] = self._saved(int(name[5:]))
+
+    def _saved(self, step: int) -> Saved:
+        return Saved(self.number, dict(self.tensors), step)
 
     def _gone(self, name: str) -> None:
-        del self.seen[name]
+        self.abandoned.discard((name, self.seen.pop(name).number))
+
+    def _went_back(self, step: int) -> None:
+        """A job with a manager has saved ``step``."""
+        self.abandoned |= {(name, saved.number) for name, saved in self.seen.items() if saved.step > step}
 
     def _in_order(self) -> list[str]:
-        """Return what is committed, in the order of the saves, also if it was copied or uploaded later."""
-        return sorted(self.seen, key=lambda name: (self.seen[name].number, name))
+        """Return what is committed, from the oldest to the newest."""
+        return sorted(self.seen, key=lambda name: (not self._is_abandoned(name), self.seen[name].step))
+
+    def _is_abandoned(self, name: str) -> bool:
+        return (name, self.seen[name].number) in self.abandoned
 
     def _number_of(self, name: str) -> int | None:
         """Return the number of the save that is committed there."""
@@ -284,6 +298,7 @@ class SharedFiles(RuleBasedStateMachine):
                 if manager.save(step, state, force=True, metrics={"n": self.number}) is None:
                     continue  # this step was saved last
                 manager.wait()
+                self._went_back(step)
                 self._committed(f"step-{step}")
                 for gone in expendable(keep, [Committed(one, int(one[5:])) for one in self._in_order()]):
                     self._gone(gone.name)
@@ -300,9 +315,10 @@ class SharedFiles(RuleBasedStateMachine):
     @invariant()
     def discovery_sees_the_committed_ones_only(self) -> None:
         newest = bcp.latest(self.root, allow_fresh=True)
-        assert (newest is None) == (not self.seen)
+        found = [name for name in self._in_order() if not self._is_abandoned(name)]
+        assert (newest is None) == (not found)
         if newest is not None:
-            assert newest.url.rpartition("/")[2] == max(self.seen, key=lambda name: int(name[5:]))
+            assert newest.url.rpartition("/")[2] == found[-1]
 
     def _collect(self) -> None:
         """Let the housekeeper of a new job run, and check that it has left nothing that no checkpoint needs."""
@@ -323,7 +339,7 @@ class SharedFiles(RuleBasedStateMachine):
             manifest = decode(self.raw.get(key))
             folder = OBJECTS if manifest.is_shared else name
             needed |= {key, *(f"{folder}/{file}" for file in files_of(manifest))}
-        assert keys == needed
+        assert keys - {ROLLBACK_KEY} == needed
 
 
 def number_at(backend: StorageBackend, name: str = "") -> int | None:
