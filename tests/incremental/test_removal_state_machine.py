@@ -75,11 +75,12 @@ class Transfers(SharedFiles):
         return {**self.outside, **{f"root/{name}": saved for name, saved in self.seen.items()}}
 
     def _is_at(self, place: str, saved: Saved) -> None:
+        name = place.removeprefix("root/")
         if place in OUTSIDE:
             self.outside[place] = saved
-        else:
-            self.seen[place.removeprefix("root/")] = saved
-            self.abandoned.discard((place.removeprefix("root/"), saved.number))  # a copy is another attempt
+        elif name not in self.seen or self.seen[name].number != saved.number:
+            self.seen[name] = saved
+            self.abandoned.discard((name, saved.number))  # a copy is another attempt
 
     def _target(self, source: str, to: str) -> str:
         """Where to copy: below the root, names state the step."""
