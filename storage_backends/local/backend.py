@@ -305,7 +305,10 @@ class LocalBackend(StorageBackend):
                 if not accept(path, top):
                     raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {path}")
                 if not os.path.exists(link):
-                    raise StorageError(f"{action}: it is a symbolic link to {path}, which does not exist")
+                    raise StorageError(
+                        f"{action}: it is a symbolic link to {path}, which does not exist; restore the file, or remove "
+                        f"the link"
+                    )
                 return path
         return path
 

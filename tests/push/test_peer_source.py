@@ -73,33 +73,43 @@ def test_a_transport_that_breaks_in_several_threads(monkeypatch: pytest.MonkeyPa
         memory = weakref.ref(source.memory)
         give = _Transfer(None, source, 60.0)  # type: ignore[arg-type]
         del source
-        _begin(give, Sender(60.0, tcp_only=False), {0: Broken()})
+        _begin(give, _Mapping(60.0, tcp_only=False))
         with pytest.raises(EngineError, match="the other end has gone"):
             _wait_for(give)
         give.join()
         assert memory() is None
 
 
+class _Mapping(Sender):
+    """Maps the memory of the target, which breaks."""
+
+    def shared_memory(self, assignment: PushAssignment) -> dict[int, Transport]:
+        return {0: Broken()}
+
+
 class _Unreachable(Sender):
     """Finds the ports of all targets closed."""
 
-    def connect(self, assignment: PushAssignment, target: int, endpoint: Any) -> Transport:
+    def shared_memory(self, assignment: PushAssignment) -> dict[int, Transport]:
+        return {}
+
+    def connect(self, assignment: PushAssignment, target: int) -> Any:
         raise EngineError("port 1 cannot be reached")
 
 
 def test_a_target_that_closes_its_port_is_a_consequence() -> None:
     give = _Transfer(None, Mapped(), 60.0)  # type: ignore[arg-type]
-    _begin(give, _Unreachable(60.0, tcp_only=False), {})
+    _begin(give, _Unreachable(60.0, tcp_only=False))
     with pytest.raises(SenderLost, match="port 1 cannot be reached"):
         _wait_for(give)
     give.join()
 
 
-def _begin(give: _Transfer, sender: Sender, mapped: dict[int, Transport]) -> None:
+def _begin(give: _Transfer, sender: Sender) -> None:
     sender.jobs = JOBS
     known = [(None, None)] * len(JOBS)
-    assignment = PushAssignment([None], [], [], on_device=False, is_group=False, known=known)
-    give.begin(sender, assignment, mapped, {}, joining=frozenset(), lease_s=60.0)
+    assignment = PushAssignment([None], [], [], [], on_device=False, is_group=False, known=known)
+    give.begin(sender, assignment, joining=frozenset(), lease_s=60.0)
 
 
 def _wait_for(give: _Transfer) -> None:
