@@ -80,12 +80,16 @@ def _value(url: Path | str) -> float:
 
 
 class VisibleState(RuleBasedStateMachine):
-    """``seen`` maps names below the root to the value that a load must return; ``traces`` are names with leftovers."""
+    """``seen`` maps names below the root to the value that a load must return, and ``steps`` to the stored step.
+
+    ``traces`` are names with leftovers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="bytecheckpoint-model-"))
         self.seen: dict[str, float] = {}
+        self.steps: dict[str, int] = {}
         self.broken: set[str] = set()
         self.traces: set[str] = set()
         self.abandoned: set[str] = set()
@@ -100,8 +104,8 @@ class VisibleState(RuleBasedStateMachine):
         self.number += 1
         return self.number
 
-    def _committed(self, name: str, value: float) -> None:
-        self.seen[name] = value
+    def _committed(self, name: str, value: float, step: int | None = None) -> None:
+        self.seen[name], self.steps[name] = value, int(name[5:]) if step is None else step
         self.broken.discard(name)
         self.abandoned.discard(name)
 
@@ -112,7 +116,8 @@ class VisibleState(RuleBasedStateMachine):
 
     def _order(self) -> list[str]:
         """Return the checkpoints from the oldest to the newest."""
-        return sorted(self.seen, key=lambda name: (name not in self.abandoned, int(name[5:])))
+        # Values count saves, so they have the order of the times of saves. A copy keeps step and time.
+        return sorted(self.seen, key=lambda name: (name not in self.abandoned, self.steps[name], self.seen[name], name))
 
     @rule(step=STEPS, asynchronous=st.booleans())
     def save(self, step: int, asynchronous: bool) -> None:
@@ -144,7 +149,7 @@ class VisibleState(RuleBasedStateMachine):
                 if manager.save(step, _state(value), force=True) is None:
                     continue  # this step was saved last
                 manager.wait()
-                self.abandoned |= {one for one in self.seen if int(one[5:]) > step}  # the job has gone back
+                self.abandoned |= {one for one in self.seen if self.steps[one] > step}  # the job has gone back
                 self._committed(name, value)
                 committed = [Committed(one, int(one[5:])) for one in self._order()]
                 for gone in expendable(bcp.Retention(last=last, every_steps=every), committed):
@@ -160,10 +165,11 @@ class VisibleState(RuleBasedStateMachine):
 
     @rule(source=STEPS, into=STEPS)
     def copy(self, source: int, into: int) -> None:
+        """A managed job takes a name for the step: a copy may have the name of a later one, which is looked into."""
         one, other = f"step-{source}", f"step-{into}"
-        if one in self.seen and one not in self.broken and other not in self.seen:
+        if one in self.seen and one not in self.broken and other not in self.seen and into > self.steps[one]:
             copy(bcp.open(self.root / one), str(self.root / other))
-            self._committed(other, self.seen[one])
+            self._committed(other, self.seen[one], self.steps[one])
 
     @rule(step=STEPS)
     def lose_a_byte(self, step: int) -> None:
@@ -193,12 +199,12 @@ class VisibleState(RuleBasedStateMachine):
 
     @invariant()
     def latest_is_the_highest_valid_step(self) -> None:
-        valid = [int(name[5:]) for name in self.seen if name not in self.broken | self.abandoned]
+        valid = [name for name in self._order() if name not in self.broken | self.abandoned]
         if valid:
             found = bcp.latest(self.root)
             assert found is not None
-            assert Path(found.url).name == f"step-{max(valid)}"
-            assert _value(found.url) == self.seen[f"step-{max(valid)}"]
+            assert Path(found.url).name == valid[-1]
+            assert _value(found.url) == self.seen[valid[-1]]
         elif self.broken or self.abandoned or any((self.root / name).exists() for name in self.traces):
             with pytest.raises(NoValidCheckpointError):
                 bcp.latest(self.root)
