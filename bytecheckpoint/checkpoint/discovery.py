@@ -171,7 +171,7 @@ def find_milestone(
 
 
 _Rank: TypeAlias = Callable[[CompleteCheckpoint, Container[str]], tuple[Any, ...] | None]
-"""Returns a key, of which the highest decides; None for a checkpoint that is not wanted. Abandoned ones are passed."""
+"""Returns a key, of which the highest decides; None for a checkpoint that does not count. Abandoned ones are passed."""
 
 
 def _first_by(rank: _Rank, root: Location, deadline_s: float) -> CompleteCheckpoint | None:
