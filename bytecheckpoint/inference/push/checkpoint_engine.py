@@ -51,7 +51,7 @@ class IpcEngine(HttpEngine):
     Start it with ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls
     checkpoint_engine.worker.VllmColocateWorkerExtension``. It needs pyzmq, and must be made on rank 0. Every worker
     gets every tensor completely. Weights change in place, tensor by tensor. The workers do not know their version; this
-    object reports what it has pushed itself. Workers on GPUs have never been tested.
+    object reports what it has pushed itself. Workers on one GPU have been tested.
 
     Args:
         url: The address of the server.
