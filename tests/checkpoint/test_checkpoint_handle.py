@@ -116,6 +116,7 @@ _INDICES = [
 
 
 @pytest.mark.parametrize("index", _INDICES, ids=repr)
+@pytest.mark.sampled(8)
 def test_an_index_selects_what_it_selects_from_a_tensor(checkpoint: bcp.Checkpoint, index: Any) -> None:
     expected = _expected("w")[index]
     found = checkpoint["model.w"][index]

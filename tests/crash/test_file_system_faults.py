@@ -355,7 +355,7 @@ WORLDS = pytest.mark.parametrize("world_size", [1, WORLD], ids=["alone", "ranks"
 @WORLDS
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ON_EXT4)
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 def test_saves_survive_faults_of_ext4(pool: RankPool, tmp_path: Path, kind: str, mode: str, world_size: int) -> None:
     with ext4_disk(tmp_path / "disk", DISK) as disk:
         _check(pool, disk, kind, mode, world_size)
@@ -363,7 +363,7 @@ def test_saves_survive_faults_of_ext4(pool: RankPool, tmp_path: Path, kind: str,
 
 @pytest.mark.parametrize(("mode", "world_size"), [("sync", 1), ("async", WORLD), ("manager", WORLD)])
 @pytest.mark.parametrize("kind", ON_FUSE)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 def test_saves_survive_faults_of_a_fuse_mount(
     pool: RankPool, tmp_path: Path, kind: str, mode: str, world_size: int
 ) -> None:

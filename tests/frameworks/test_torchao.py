@@ -87,6 +87,7 @@ def load(rank, world_size, layout, name, path, steps):
 @pytest.mark.parametrize(
     ("name", "source", "target"), sample(list(product(CLASSES, LAYOUTS, LAYOUTS)), 5), ids=lambda value: value
 )
+@pytest.mark.sampled(2)
 def test_optimizer_state_loads_bit_equal_into_another_layout(rank_pool, tmp_path, name, source, target):
     path = str(tmp_path / "saved")
     (expected, losses), *_ = rank_pool.run(save, source, name, path, world_size=LAYOUTS[source])

@@ -99,6 +99,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     [{}, {"async_save": True}, {"async_save": True, "gate": True}, {"codec": "zstd-planes"}],
     ids=["sync", "async", "gate", "codec"],
 )
+@pytest.mark.sampled(2)
 def test_an_incremental_checkpoint_loads_into_any_world_size(
     pool: RankPool, tmp_path: Path, options: dict[str, Any]
 ) -> None:

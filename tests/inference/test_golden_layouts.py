@@ -64,7 +64,7 @@ def test_the_files_are_those_of_the_index() -> None:
 
 
 @pytest.mark.parametrize(("model", "engine"), [*CASES, *sample(LARGE_CASES, 1)])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_layouts_follow_the_rules(model: str, engine: dict[str, Any]) -> None:
     """For large models, check the first and the last rank in full, and the union of all ranks for some layers."""
     path = file_of(model, engine)

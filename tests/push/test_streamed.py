@@ -42,6 +42,7 @@ def engine() -> Iterator[ToyEngine]:
 
 @pytest.mark.parametrize("tcp", [False, True])
 @STREAMS
+@pytest.mark.sampled(2)
 def test_ten_updates_in_a_row(engine: ToyEngine, pool: RankPool, options: dict[str, Any], tcp: bool) -> None:
     first, *_ = pool.run(push_and_look, [engine.url], list(range(1, 11)), {**options, "tcp_only": tcp})
     assert [digests for _, (digests,) in first] == [expected_digests(version, 2) for version in range(1, 11)]

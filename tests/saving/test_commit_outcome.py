@@ -384,6 +384,7 @@ FORGERIES: dict[str, Callable[[list[int], bytes, list[Any]], bytes]] = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
+@pytest.mark.sampled(4)
 def test_rank_0_refuses_a_confirmation_that_does_not_match_the_plan(
     pool: RankPool, tmp_path: Path, forgery: str
 ) -> None:

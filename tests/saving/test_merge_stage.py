@@ -72,7 +72,7 @@ def _load(rank: int, world_size: int, name: str, path: str) -> list[str]:
 
 @pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", SAVED)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_whole_tensors_are_the_gathered_ones(pool: RankPool, tmp_path: Path, name: str, use_async: bool) -> None:
     """Bit by bit, model and optimizer, 0-d, empty and odd dtypes among them; and they load into other layouts."""
     paths = {layout: str(tmp_path / layout) for layout in ("shards", "merged", "whole")}
@@ -315,7 +315,7 @@ def _fail_in(rank: int, world_size: int, path: str, point: str, victim: int, use
 @pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_a_failure_in_the_stage_is_everyones_and_leaves_nothing(
     pool: RankPool, tmp_path: Path, point: str, victim: int, use_async: bool
 ) -> None:

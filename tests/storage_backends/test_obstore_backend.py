@@ -309,6 +309,7 @@ _OPERATIONS: dict[str, Callable[[StorageBackend], object]] = {
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("operation", _OPERATIONS)
 @pytest.mark.parametrize("what", ["stall", "refuse"])
+@pytest.mark.sampled(6)
 def test_a_store_that_does_not_answer(backend: StorageBackend, front: GoogleFront, operation: str, what: str) -> None:
     backend.deadline_s = time_limit(1)
     backend.put("object", b"there")

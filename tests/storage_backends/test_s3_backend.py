@@ -286,6 +286,7 @@ def test_a_store_that_is_busy(damaged: StorageBackend, proxy: FaultProxy, bucket
 
 
 @pytest.mark.parametrize("what", ["refuse", "reset", "stall"])
+@pytest.mark.sampled(1)
 def test_a_part_that_never_succeeds(
     damaged: StorageBackend,
     proxy: FaultProxy,
@@ -545,6 +546,7 @@ def test_a_lost_reply_to_a_conditional_put(damaged: StorageBackend, proxy: Fault
 
 
 @pytest.mark.parametrize("what", ["reset", "stall", "lose", "refuse", "cut", "shift"])
+@pytest.mark.sampled(2)
 def test_a_read_that_fails_once(
     damaged: StorageBackend, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

@@ -210,7 +210,7 @@ _SAVES: dict[str, tuple[Callable[[], Rule], str]] = {
 
 
 @pytest.mark.parametrize("case", _SAVES)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 def test_a_save(faults: Faults, case: str) -> None:
     make, error = _SAVES[case]
     faults.proxy.rule = make()
@@ -270,7 +270,7 @@ _LOADS: dict[str, tuple[Callable[[], Rule], str]] = {
 
 
 @pytest.mark.parametrize("case", _LOADS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_a_load(faults: Faults, case: str) -> None:
     make, error = _LOADS[case]
     faults.proxy.rule = make()
@@ -299,6 +299,7 @@ def test_one_wrong_byte_of_a_checkpoint_that_is_rewritten(faults: Faults, tmp_pa
 
 
 @pytest.mark.parametrize("what", ["stall", "hang"])
+@pytest.mark.sampled(1)
 def test_a_load_of_encoded_tensors(faults: Faults, what: str) -> None:
     url = faults.url + "-encoded"
     bcp.save(url, _state(1), storage_options=faults.direct, options=bcp.SaveOptions(codec="zstd"))
@@ -311,6 +312,7 @@ def test_a_load_of_encoded_tensors(faults: Faults, what: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["closed port", "no such bucket", "no credentials"])
+@pytest.mark.sampled(1)
 def test_a_wrong_address(faults: Faults, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     options, url = dict(faults.options), faults.url
     if case == "closed port":
@@ -451,6 +453,7 @@ def test_an_incremental_save_that_ends_in_a_silent_store(faults: Faults) -> None
 
 
 @pytest.mark.parametrize("what", ["latest", "best", "milestone", "resume", "save"])
+@pytest.mark.sampled(2)
 def test_a_search_below_a_root(faults: Faults, what: str) -> None:
     root = faults.url.rpartition("/")[0]
     Incremental.forget()
@@ -477,6 +480,7 @@ def test_a_search_below_a_root(faults: Faults, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["latest", "open"])
+@pytest.mark.sampled(1)
 def test_a_checkpoint_that_is_only_looked_at(faults: Faults, what: str) -> None:
     url, options, deadline_s = faults.url, faults.options, faults.deadline_s
     calls: dict[str, Callable[[], object]] = {

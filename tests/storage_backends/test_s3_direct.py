@@ -114,6 +114,7 @@ def test_a_client_that_ends_closes_its_connections(s3: dict[str, Any], bucket: s
 
 @pytest.mark.parametrize("fault", [None, "cut", "shift", "refuse", "reset"])
 @pytest.mark.parametrize("transport", ["direct", "own"])
+@pytest.mark.sampled(4)
 def test_each_transport_repeats_what_failed(
     s3: dict[str, Any],
     bucket: str,

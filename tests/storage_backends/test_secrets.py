@@ -129,6 +129,7 @@ def test_a_store_whose_url_has_a_password(
 
 @pytest.mark.s3
 @pytest.mark.parametrize("what", [None, "refuse", "reset", "lose", "cut", "userinfo", "closed", "bucket"])
+@pytest.mark.sampled(3)
 def test_the_credentials_of_s3(check: Check, s3: dict[str, Any], bucket: str, what: str | None) -> None:
     with fault_proxy(s3["endpoint_url"]) as proxy:
         endpoint = {"userinfo": "http://user:hunter2@127.0.0.1:1", "closed": "http://127.0.0.1:1"}.get(

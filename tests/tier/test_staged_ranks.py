@@ -378,6 +378,7 @@ KILLS = [
 @pytest.mark.parametrize(
     ("point", "event", "base"), [(*kill, base) for base in (None, "auto") for kill in KILLS[2 * bool(base) :]]
 )
+@pytest.mark.sampled(4)
 def test_a_killed_job(tmp_path: Path, point: str, event: str, base: str | None) -> None:
     """The restarted job finds the checkpoint where its files are, or none; nothing remains to be uploaded.
 
