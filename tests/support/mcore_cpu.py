@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from bytecheckpoint.runtime import modes
+
 _CPU = torch.device("cpu")
 
 
@@ -296,6 +298,8 @@ def _patched() -> Iterator[None]:
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         for module, name, replacement in (
+            # The mode stands for a device, which no mode of the caller does.
+            (modes, "_len_torch_function_stack", lambda: 0),
             (torch.distributed, "new_group", _shared_groups()),
             (optimizers, "Adam", FusedAdam),
             (optimizers, "USING_PYTORCH_OPTIMIZER", False),
