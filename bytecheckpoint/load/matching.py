@@ -10,7 +10,7 @@ import torch
 
 from ..checkpoint.selection import SimilarNames
 from ..errors import MismatchError
-from ..format.values import MAPPINGS, path_name
+from ..format.values import MAPPINGS, UnreadObject, path_name
 from ..format.values import Container as StoredContainer
 from ..frameworks.sections import Section
 from ..planners import BoxRequest
@@ -236,6 +236,8 @@ def _tensor(meta: BasicMeta) -> str:
 def _value(value: object) -> str:
     if isinstance(value, StoredContainer):
         return f"a {value.kind}"
+    if isinstance(value, UnreadObject):
+        return f"{value.what}, which is not read"
     return "None" if value is None else f"a plain value ({type(value).__name__})"
 
 

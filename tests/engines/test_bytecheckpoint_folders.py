@@ -109,7 +109,7 @@ def test_two_ranks_of_fsdp_2(folder: Path, pool: RankPool) -> None:
 
 def test_a_tensor_of_each_rank_is_not_read(folder: Path) -> None:
     assert bcp.open(folder).tree("extra_state")["rng"] == UnreadObject("a tensor that differs between the ranks")
-    with pytest.raises(MismatchError, match=r"missing: 1 .*\n +extra_state\.rng"):
+    with pytest.raises(MismatchError, match=r"extra_state\.rng: stored as a tensor that differs between"):
         bcp.load(folder, {"extra_state": {"rng": torch.get_rng_state()}}, options=bcp.LoadOptions(per_rank="lowest"))
 
 
