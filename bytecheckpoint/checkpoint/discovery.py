@@ -47,7 +47,7 @@ BestMode = Literal["min", "max"]
 
 _MOST_PROBLEMS_SHOWN = 10
 _MOST_FILES_SHOWN = 3
-_MOST_LOOKS = 10  # for a root whose checkpoints are replaced faster than they are opened
+_MOST_SEARCHES = 10  # for a root whose checkpoints are replaced faster than they are opened
 
 # In a folder whose name ends in a number: a checkpoint of training, and not a model that was downloaded.
 _TRAINING_FILE = re.compile(r"trainer_state\.json|\.metadata|.*\.(pt|pth|ckpt|distcp)")
@@ -108,7 +108,7 @@ def find_newest(
         StorageError: The store failed.
     """
     top = open_nearest(root, deadline_s)
-    seen = _look(root, top, excluding, deadline_s)
+    seen = _search(root, top, excluding, deadline_s)
     if seen.first is not None:
         return seen.first
     check_is_root(top)
@@ -180,7 +180,7 @@ def _first_by(rank: _Rank, root: Location, deadline_s: float) -> CompleteCheckpo
     Those that were saved on an exception have none.
     """
     top = open_nearest(root, deadline_s)
-    seen = _look(root, top, (), deadline_s, rank, stops_early=False)
+    seen = _search(root, top, (), deadline_s, rank, stops_early=False)
     if not seen.complete:
         check_is_root(top)
     return seen.first
@@ -206,7 +206,7 @@ class _Seen:
             self.first, self.key = found, key
 
 
-def _look(
+def _search(
     root: Location,
     top: StorageBackend,
     excluding: Container[str],
@@ -219,18 +219,18 @@ def _look(
 
     A search that finds nothing is therefore repeated, unless there is nothing, until it finds the same again.
     """
-    seen, before = _look_once(root, top, excluding, deadline_s, rank, stops_early=stops_early), None
-    for _ in range(_MOST_LOOKS):
+    seen, before = _search_once(root, top, excluding, deadline_s, rank, stops_early=stops_early), None
+    for _ in range(_MOST_SEARCHES):
         now = seen.problems, seen.removed
         if not any(now) or now == before or (seen.complete and not seen.removed):
             break
-        seen, before = _look_once(root, top, excluding, deadline_s, rank, stops_early=stops_early), now
+        seen, before = _search_once(root, top, excluding, deadline_s, rank, stops_early=stops_early), now
     for message in seen.damaged:
         _log.warning("skipped an invalid checkpoint: %s", message)
     return seen
 
 
-def _look_once(
+def _search_once(
     root: Location,
     top: StorageBackend,
     excluding: Container[str],
@@ -317,7 +317,7 @@ def open_complete(root: Location, name: str, deadline_s: float) -> CompleteCheck
 
 
 def open_committed(root: Location, name: str, deadline_s: float) -> CompleteCheckpoint:
-    """Open the checkpoint of this name below ``root`` without a look at its files.
+    """Open the checkpoint of this name below ``root`` without checking its files.
 
     Raises ``CheckpointError`` if its manifest cannot be read.
     """

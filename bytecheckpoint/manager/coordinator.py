@@ -132,14 +132,14 @@ class SavesInFlight:
             self.collect(op)
         op.barrier(EARLIER_SAVES)
 
-    def settle(self) -> None:
+    def wait_committed(self) -> None:
         """Wait until it is known what this rank's saves have committed."""
         for handle in self._saves:
             failure_of(handle)
 
     def finish(self, op: Operation) -> bool:
         """Wait for all saves of this rank. Returns and raises like ``collect``."""
-        self.settle()
+        self.wait_committed()
         return self.collect(op)
 
     def drain(self) -> None:

@@ -589,7 +589,7 @@ class CheckpointManager:
         """If this job has gone back to an earlier step, abandon what was saved after it. On rank 0."""
         names: list[str] = []
         if step < self._highest_step:
-            self._resources.in_flight.settle()
+            self._resources.in_flight.wait_committed()
             step_of = self._names.step_of
             names = abandon_later(
                 self.root,

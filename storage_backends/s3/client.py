@@ -44,8 +44,12 @@ _PIECE_BYTES, _READ_CHUNK = 256 << 10, 1 << 20
 _REFUSED_CODES = frozenset({"412", "PreconditionFailed", "404", "NoSuchKey"})
 _UNKNOWN_CODES = frozenset({"400", "501", "InvalidArgument", "InvalidRequest", "NotImplemented"})
 # A reply to HEAD has no body, and so no code but its status.
-_STALE_CODES = {"400", "401", "403", "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken"}
-_STALE_CODES |= {"TokenRefreshRequired"}
+_STALE_CODES = frozenset(
+    {
+        *("400", "401", "403"),
+        *("ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "TokenRefreshRequired"),
+    }
+)
 _KNOWN_HOSTS = (".amazonaws.com", ".amazonaws.com.cn")
 _OTHER_VERSION = f'"{hashlib.md5(b"another object", usedforsecurity=False).hexdigest()}"'
 
@@ -194,6 +198,7 @@ class S3Client(EndpointSession):
         # Used on the event loop only.
         self._put_rules: asyncio.Future[PutRules] | None = None
         self._attached: Any = None
+        self._close_connections: Callable[[], object] = lambda: None  # of the attached client
         self._renewing = asyncio.Lock()
         self._renewed_at = -_RENEW_S
 
@@ -222,14 +227,17 @@ class S3Client(EndpointSession):
     async def _renew(self, s3: Any) -> bool:
         """Read the credentials of ``s3`` again, unless that was done a moment ago; return whether others are used now.
 
-        botocore reads a file of credentials, or asks a process for them, once.
+        botocore reads a file of credentials, or asks a process for them, once. Only other ones get a new client: a
+        store may refuse requests for as long as the process runs.
         """
         if self._fs.key or self._fs.anon:
             return False
         async with self._renewing:
             if s3 is self._attached and time.monotonic() >= self._renewed_at + _RENEW_S:
                 self._renewed_at = time.monotonic()
-                await self._fs.set_session(refresh=True)
+                session = self._fs.session
+                if await _credentials(type(session)(**self._fs.kwargs)) != await _credentials(session):
+                    await self._fs.set_session(refresh=True)
             return await self._connected() is not s3
 
     async def put_rules(self, address: dict[str, str], deadline_s: float) -> PutRules:
@@ -270,8 +278,9 @@ class S3Client(EndpointSession):
             if verify is None:
                 verify = self._fs.session.get_config_variable("ca_bundle")
             connections = _attach(s3, verify=verify)
+            self._close_connections()
             if connections is not None:
-                weakref.finalize(self, connections.close)
+                self._close_connections = weakref.finalize(self, connections.close)
         return s3
 
     async def mark_of(self, address: dict[str, str]) -> tuple[str | None, str]:
@@ -283,6 +292,11 @@ class S3Client(EndpointSession):
                 raise
             return None, ""
         return found.get("Metadata", {}).get(MARK), str(found.get("ETag", ""))
+
+
+async def _credentials(session: Any) -> Any:
+    found = await session.get_credentials()
+    return None if found is None else await found.get_frozen_credentials()
 
 
 def _attach(client: Any, *, verify: bool | str | None) -> Connections | None:

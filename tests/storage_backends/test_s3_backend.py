@@ -639,8 +639,11 @@ def test_credentials_that_are_replaced_in_their_file(
         assert backend.get("object") == DATA
         return
     proxy.rule = lambda exchange: "expired" if exchange.key == "old" else None
-    with pytest.raises(AccessDeniedError, match="the credentials have expired"):
-        backend.get("small")
+    used = _client(backend)._attached
+    for _ in range(3):
+        with pytest.raises(AccessDeniedError, match="the credentials have expired"):
+            backend.get("small")
+    assert _client(backend)._attached is used, "no new client for the same credentials"
     provide("new")
     assert backend.stat("small").size == 6
     assert backend.get("small") == b"before"
