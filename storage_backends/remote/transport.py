@@ -42,10 +42,12 @@ class Connections:
         self._lock = threading.Lock()
         self._tls: ssl.SSLContext | None = None
         self._idle: dict[tuple[str, str], list[tuple[float, _Connection]]] = defaultdict(list)
+        self._is_closed = False
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections, and those in use after their requests."""
         with self._lock:
+            self._is_closed = True
             idle = [connection for found in self._idle.values() for _, connection in found]
             self._idle.clear()
         for connection in idle:
@@ -85,7 +87,10 @@ class Connections:
     def keep(self, connection: _Connection) -> None:
         """Keep a connection for the next request, after a reply was read completely."""
         with self._lock:
-            self._idle[connection.origin].append((time.monotonic(), connection))
+            if not self._is_closed:
+                self._idle[connection.origin].append((time.monotonic(), connection))
+                return
+        connection.close()
 
     def _connect(self, origin: tuple[str, str]) -> _Connection:
         while True:

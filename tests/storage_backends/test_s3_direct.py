@@ -112,6 +112,21 @@ def test_a_client_that_ends_closes_its_connections(s3: dict[str, Any], bucket: s
     assert not connection.is_alive()
 
 
+def test_connections_that_are_closed_during_a_request(s3: dict[str, Any], bucket: str, proxy: FaultProxy) -> None:
+    """As when a client with new credentials replaces theirs: the reply arrives, and the connection ends with it."""
+    open_backend(f"s3://{bucket}/direct", **s3).put("key", DATA)
+    client = S3Client({**s3, "endpoint_url": proxy.url})
+    proxy.rule = lambda exchange: "wait"
+    reply = client.start(client.call("head_object", Bucket=bucket, Key="direct/key"))
+    assert proxy.waiting.acquire(timeout=time_limit(20))
+    client._close_connections()
+    proxy.go_on.set()
+    assert reply.result(time_limit(20))["ContentLength"] == len(DATA)
+    connection = proxy.connections[0]
+    connection.join(time_limit(20))
+    assert not connection.is_alive()
+
+
 @pytest.mark.parametrize("fault", [None, "cut", "shift", "refuse", "reset"])
 @pytest.mark.parametrize("transport", ["direct", "own"])
 @pytest.mark.sampled(4)
