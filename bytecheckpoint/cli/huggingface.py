@@ -28,7 +28,7 @@ from ..load.options import LoadOptions
 from ..rules import Rules
 from ..tensors.metadata import BasicMeta
 from .configured import ConfiguredModel, is_supported
-from .options import Locate, checked, command, parse_size, rename_option, rules_options
+from .options import DependentOption, Locate, checked, command, parse_size, rename_option, rules_options
 from .output import Output, size_text
 
 TorchForm = Literal["dcp", "torch"]
@@ -47,7 +47,9 @@ TorchForm = Literal["dcp", "torch"]
     help="Files of safetensors, a folder of torch.distributed.checkpoint, or one file of torch.save.",
 )
 @click.option("--section", help="The section to export. By default model for safetensors, and all for dcp and torch.")
-@click.option("--max-file-size", default="5GB", show_default=True, callback=parse_size, help="Maximum size of a file.")
+@click.option(
+    "--max-file-size", show_default="5GB", callback=parse_size, help="Maximum size of a file, unless --format is torch."
+)
 @click.option(
     "--cast", metavar="DTYPE", help="Convert floating-point tensors to bfloat16, float16, float32 or float64."
 )
@@ -58,7 +60,13 @@ TorchForm = Literal["dcp", "torch"]
     "folder, or a config.json (which needs the transformers package). By default those of the model's config.json, if "
     "transformers is installed and has the architecture.",
 )
-@click.option("--partial", is_flag=True, help="Do not compare the names with those of the model's config.json.")
+@click.option(
+    "--partial",
+    cls=DependentOption,
+    excludes=("--expect",),
+    is_flag=True,
+    help="Do not compare the names with those of the model's config.json.",
+)
 @click.option(
     "--config-from",
     metavar="FOLDER",
@@ -82,11 +90,21 @@ TorchForm = Literal["dcp", "torch"]
 )
 @click.option(
     "--adapter-config",
+    cls=DependentOption,
+    needs="--lora",
     metavar="FILE",
     help="PEFT's adapter_config.json, which has the scaling. By default, the one that SOURCE has.",
 )
-@click.option("--lora-alpha", type=float, metavar="N", help="The scaling is N / rank.")
-@click.option("--adapter", metavar="NAME", help="The adapter to export, if the model has several.")
+@click.option(
+    "--lora-alpha", cls=DependentOption, needs="--lora", type=float, metavar="N", help="The scaling is N / rank."
+)
+@click.option(
+    "--adapter",
+    cls=DependentOption,
+    needs="--lora",
+    metavar="NAME",
+    help="The adapter to export, if the model has several.",
+)
 def export_command(
     out: Output,
     at: Locate,
@@ -95,7 +113,7 @@ def export_command(
     target: str,
     form: Literal["safetensors"] | TorchForm,
     section: str | None,
-    max_file_size: int,
+    max_file_size: int | None,
     cast: str | None,
     expect: str | None,
     partial: bool,
@@ -116,20 +134,23 @@ def export_command(
     model's config.json, nothing is written (exit code 1).
     """
     found = api.open(at(source), rename=rename, options=LoadOptions(rules=rules))
+    limits: dict[str, Any] = {} if max_file_size is None else {"max_file_bytes": max_file_size}
     if form != "safetensors":
         if expect or partial or config_from or tied != "drop" or how:
             raise click.UsageError(
                 f"--expect, --partial, --config-from, --tied and --lora do not apply to --format {form}"
             )
+        if form == "torch" and limits:
+            raise click.UsageError("--max-file-size does not apply to --format torch, which is one file")
         _export_for_torch(
             out,
             found,
             at(target),
             form,
-            max_file_size,
             section=section,
             cast=cast,
             exclude=exclude,
+            **limits,
         )
         return
     section = section or "model"
@@ -140,8 +161,6 @@ def export_command(
         if CONFIG_KEY not in related:
             raise click.BadParameter(f"{config_from} has no {CONFIG_KEY}", param_hint="--config-from")
     own_adapter_config = related.pop(ADAPTER_CONFIG_KEY, None)
-    if how is None and (adapter_config or lora_alpha or adapter):
-        raise click.UsageError("--adapter-config, --lora-alpha and --adapter apply to --lora")
     lora = None
     if how is not None:
         config = _adapter_config(adapter_config, own_adapter_config)
@@ -152,7 +171,6 @@ def export_command(
             found,
             at(target),
             section=section,
-            max_file_bytes=max_file_size,
             cast=cast,
             expected=gate.expected,
             exclude=exclude,
@@ -161,6 +179,7 @@ def export_command(
             related=related,
             lora=lora,
             progress=progress,
+            **limits,
         )
     files = [{"name": name, "bytes": size} for name, size in report.files]
     out.document({"source": found.url, **asdict(report), "files": files, "compared_with": gate.name})
@@ -231,8 +250,6 @@ class _Gate:
         *,
         partial: bool,
     ) -> _Gate:
-        if expect is not None and partial:
-            raise click.UsageError("--expect and --partial exclude each other")
         if lora is not None and lora.how == "peft" and expect is None:
             return cls()
         document = _config_in(related) if expect is None else _configuration(_document(expect))
@@ -330,9 +347,7 @@ def _bad(message: str) -> click.BadParameter:
     return click.BadParameter(message, param_hint="--expect")
 
 
-def _export_for_torch(
-    out: Output, source: Checkpoint, target: Location, form: TorchForm, max_file_bytes: int, **chosen: Any
-) -> None:
+def _export_for_torch(out: Output, source: Checkpoint, target: Location, form: TorchForm, **chosen: Any) -> None:
     """Write a checkpoint in one of torch's formats and print the report. ``chosen`` goes to the export."""
     from ..dcp.export import export_dcp  # importing torch.distributed.checkpoint takes long
 
@@ -341,7 +356,7 @@ def _export_for_torch(
             report = asdict(export_torch_file(source, target, progress=progress, **chosen))
             nbytes = report["nbytes"]
         else:
-            report = asdict(export_dcp(source, target, max_file_bytes=max_file_bytes, progress=progress, **chosen))
+            report = asdict(export_dcp(source, target, progress=progress, **chosen))
             report["files"] = [{"name": name, "bytes": size} for name, size in report["files"]]
             nbytes = sum(file["bytes"] for file in report["files"])
     out.document({"source": source.url, **report})

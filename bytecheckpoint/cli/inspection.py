@@ -30,7 +30,7 @@ from ..format.manifest import FORMAT_VERSION
 from ..load.options import LoadOptions
 from ..rules import Rules
 from .incomplete import list_incomplete
-from .options import EXIT_CORRUPT, EXIT_NEGATIVE, Locate, command, rules_options
+from .options import EXIT_CORRUPT, EXIT_NEGATIVE, DependentOption, Locate, command, rules_options
 from .output import Output, plain, size_text
 
 _FIELDS_OF_ANY_FOLDER = ("name", "url", "status", "problem", "attempts")
@@ -42,6 +42,8 @@ _MAX_VALUE_CHARACTERS = 160  # in the table; --json prints values in full
 @click.option(
     "-d",
     "--depth",
+    cls=DependentOption,
+    excludes=("--incomplete",),
     type=click.IntRange(0, 32),
     default=1,
     show_default=True,
@@ -86,9 +88,29 @@ def _listing(one: Listing) -> dict[str, Any]:
 @command("latest")
 @click.argument("root")
 @click.option("--best", "metric", metavar="METRIC", help="The one with the best METRIC, instead of the newest.")
-@click.option("--mode", type=click.Choice(get_args(BestMode)), default="min", show_default=True, help="With --best.")
-@click.option("--milestone", metavar="NAME", help="The milestone NAME, instead of the newest.")
-@click.option("--allow-fresh", is_flag=True, help="Exit with 3, not 4, if saves were made but none of them is valid.")
+@click.option(
+    "--mode",
+    cls=DependentOption,
+    needs="--best",
+    type=click.Choice(get_args(BestMode)),
+    default="min",
+    show_default=True,
+    help="With --best.",
+)
+@click.option(
+    "--milestone",
+    cls=DependentOption,
+    excludes=("--best",),
+    metavar="NAME",
+    help="The milestone NAME, instead of the newest.",
+)
+@click.option(
+    "--allow-fresh",
+    cls=DependentOption,
+    excludes=("--best", "--milestone"),
+    is_flag=True,
+    help="Exit with 3, not 4, if saves were made but none of them is valid.",
+)
 def latest_command(
     out: Output,
     at: Locate,
@@ -103,8 +125,6 @@ def latest_command(
 
     Exits with 3 if there is none, and with 4 if saves were made but none of them is valid.
     """
-    if metric is not None and milestone is not None:
-        raise click.UsageError("use --best or --milestone, not both")
     if metric is not None:
         found = find_best(at(root), metric, mode)
     elif milestone is not None:
@@ -123,13 +143,19 @@ def latest_command(
     "-t",
     "--tensor",
     "patterns",
+    cls=DependentOption,
+    excludes=("--no-tensors",),
     multiple=True,
     metavar="PATTERN",
     help="Only tensors that match (model.*). Repeatable.",
 )
 @click.option("--tensors/--no-tensors", "tensors", default=True, help="Show the table of tensors.")
 @click.option(
-    "--shards", is_flag=True, help="Show every shard: its box, the location of its bytes, and the rank that wrote it."
+    "--shards",
+    cls=DependentOption,
+    excludes=("--no-tensors",),
+    is_flag=True,
+    help="Show every shard: its box, the location of its bytes, and the rank that wrote it.",
 )
 @click.option("--files", is_flag=True, help="Show every file: its size, and the rank that wrote it.")
 @click.option("--values", is_flag=True, help="Show plain values. Pickled values are listed, but never loaded.")

@@ -22,7 +22,7 @@ from ..load.options import LoadOptions
 from ..rules import Rules
 from ..telemetry.trace_files import merge_traces
 from .incomplete import remove_incomplete
-from .options import EXIT_NEGATIVE, Locate, checked, command, rules_options
+from .options import EXIT_NEGATIVE, DependentOption, Locate, checked, command, rules_options
 from .output import Output, size_text
 
 
@@ -35,8 +35,17 @@ from .output import Output, size_text
     default=True,
     help="Compare elements and plain values, or only names, shapes and dtypes.",
 )
-@click.option("--rtol", type=float, default=0.0, help="Tolerance, relative to the value in B.")
-@click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
+@click.option(
+    "--rtol",
+    cls=DependentOption,
+    excludes=("--no-values",),
+    type=float,
+    default=0.0,
+    help="Tolerance, relative to the value in B.",
+)
+@click.option(
+    "--atol", cls=DependentOption, excludes=("--no-values",), type=float, default=0.0, help="Absolute tolerance."
+)
 def diff_command(out: Output, at: Locate, a: str, b: str, *, values: bool, rtol: float, atol: float) -> None:
     """Compare the checkpoints A and B, whatever their layouts: names, shapes, dtypes, elements and plain values.
 
@@ -84,6 +93,8 @@ def _print_differences(out: Output, report: DiffReport) -> None:
 @rules_options
 @click.option(
     "--average",
+    cls=DependentOption,
+    needs="--rules",
     type=click.Choice(("mean",)),
     help="Compute tensors that rules of kind averaged describe as the mean of what the ranks stored.",
 )
@@ -105,10 +116,8 @@ def reshard_command(
     Streams in bounded memory. Loading never requires this, because any layout can be loaded into any other. Use it to
     combine many small files, or to split large ones.
     """
-    if average is None:
+    if average is None or rules is None:
         found = api.open(at(source), options=LoadOptions(rules=rules))
-    elif rules is None:
-        raise click.UsageError("--average needs --rules")
     else:
         contents = CheckpointSource(at(source), at(source).open(), rules, average)
         found = Checkpoint(contents.index(), session_of().engine)
@@ -187,6 +196,8 @@ def average_command(
 )
 @click.option(
     "--older-than",
+    cls=DependentOption,
+    needs="--incomplete",
     type=click.FloatRange(min=0),
     default=24.0,
     show_default=True,

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -71,6 +71,10 @@ def command(name: str, *, uses_storage: bool = True) -> Callable[[Run], click.Co
         @functools.wraps(function)
         def run(*, as_json: bool, debug: bool, storage_option: tuple[str, ...] = (), **arguments: Any) -> None:
             with _failures(debug=debug):
+                if storage_option and not any(map(_is_remote, _texts(arguments.values()))):
+                    raise click.UsageError(
+                        "--storage-option applies to URLs such as s3://bucket/run, and none is given"
+                    )
                 out = Output(as_json=as_json)
                 if uses_storage:
                     function(out, functools.partial(_locate, _storage_options(storage_option)), **arguments)
@@ -144,8 +148,51 @@ def _storage_options(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _locate(options: Mapping[str, Any], url: str) -> Location:
+    return Location(url, storage_options=options if _is_remote(url) else {})
+
+
+def _is_remote(url: str) -> bool:
     scheme = url.partition("://")[0].lower() if "://" in url or "::" in url else ""
-    return Location(url, storage_options={} if scheme in ("", "file", "local", "memory") else options)
+    return scheme not in ("", "file", "local", "memory")
+
+
+def _texts(values: Iterable[object]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _texts(value)
+
+
+class DependentOption(click.Option):
+    """An option that would have no effect without the option ``needs``, or beside one of ``excludes``.
+
+    To give it there is an error.
+    """
+
+    def __init__(
+        self, *arguments: Any, needs: str | None = None, excludes: Sequence[str] = (), **settings: Any
+    ) -> None:
+        super().__init__(*arguments, **settings)
+        self._needs, self._excludes = needs, excludes
+
+    def handle_parse_result(
+        self, context: click.Context, options: Mapping[str, Any], arguments: list[str]
+    ) -> tuple[Any, list[str]]:
+        if self.name in options:
+            given = {
+                name
+                for parameter in context.command.params
+                if parameter.name in options
+                for name in (parameter.opts if options[parameter.name] is not False else parameter.secondary_opts)
+            }
+            own = max(self.opts, key=len)
+            if self._needs is not None and self._needs not in given:
+                raise click.UsageError(f"{own} applies only with {self._needs}", context)
+            for other in self._excludes:
+                if other in given:
+                    raise click.UsageError(f"{own} does not apply with {other}", context)
+        return super().handle_parse_result(context, options, arguments)
 
 
 def parse_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
@@ -204,6 +251,8 @@ def rules_options(function: Run) -> Run:
 
     run = click.option(
         "--define",
+        cls=DependentOption,
+        needs="--rules",
         multiple=True,
         metavar="NAME=NUMBER",
         help="The value of a number that the rules state as a name, such as heads=32. Repeatable.",

@@ -26,7 +26,7 @@ from ..inference.push.engines.rpc import PauseMode
 from ..inference.push.engines.vllm import TOKEN_VARIABLE
 from ..inference.push.transports.group import GroupBackend
 from ..runtime import DEFAULT_DEADLINE_S
-from .options import Locate, checked, command, rename_option
+from .options import DependentOption, Locate, checked, command, rename_option
 from .output import Output, printable, size_text
 
 _POLL_S = 2.0
@@ -51,20 +51,12 @@ class _PushOptions:
     allow_nonfinite: bool
     partial: bool
 
-    def check(self, *, is_watching: bool, is_from_engine: bool) -> None:
-        """Raise ``click.UsageError`` for options that exclude each other."""
-        if is_watching and (self.adapter is not None or self.version is not None):
-            raise click.UsageError("--watch pushes models under their steps; use it without --adapter and --version")
-        if is_from_engine and (self.rename or self.adapter is not None or self.group is not None or self.cuda_ipc):
+    def check_engine(self) -> None:
+        """Raise ``click.UsageError`` for options that do not apply to weights that an engine sends."""
+        if self.rename or self.adapter is not None or self.group is not None or self.cuda_ipc:
             raise click.UsageError(
                 "--rename, --adapter, --group and --cuda-ipc apply to checkpoints; an engine sends what it received"
             )
-        if self.protocol is not None and (self.adapter is not None or self.group is not None or self.cuda_ipc):
-            raise click.UsageError(
-                f"--protocol {self.protocol} pushes only models, and excludes --adapter, --group and --cuda-ipc"
-            )
-        if self.group is not None and self.cuda_ipc:
-            raise click.UsageError("a group receives into its own memory; use --group or --cuda-ipc, not both")
 
     def engine(self, url: str) -> Engine:
         """Return the engine with bytecheckpoint at this address."""
@@ -108,6 +100,8 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 @click.option(
     "--watch-timeout",
     "watch_s",
+    cls=DependentOption,
+    needs="--watch",
     type=float,
     metavar="SECONDS",
     help="With --watch, end when no new checkpoint has come for this long.",
@@ -115,6 +109,11 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 @click.option(
     "--resume",
     "resumed",
+    cls=DependentOption,
+    excludes=(
+        *("--to", "--watch", "--version", "--section", "--rename", "--pause", "--adapter", "--group", "--cuda-ipc"),
+        *("--protocol", "--allow-nonfinite", "--partial"),
+    ),
     multiple=True,
     metavar="URL",
     help="Push nothing: resume an engine that a killed sender left paused. Repeatable.",
@@ -122,6 +121,8 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 @click.option(
     "--version",
     "version",
+    cls=DependentOption,
+    excludes=("--watch",),
     help="The engines' name for the weights; by default the checkpoint's step, or the version of SOURCE.",
 )
 @click.option("--section", default="model", show_default=True, help="The section of the checkpoint.")
@@ -134,17 +135,25 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
     help="Running requests: answer them with the old weights, abort them, or continue with the new ones.",
 )
 @click.option(
-    "--adapter", metavar="NAME", help="SOURCE is a folder that PEFT stored; push it as the LoRA adapter NAME."
+    "--adapter",
+    cls=DependentOption,
+    excludes=("--watch", "--protocol"),
+    metavar="NAME",
+    help="SOURCE is a folder that PEFT stored; push it as the LoRA adapter NAME.",
 )
 @click.option(
     "--group",
+    cls=DependentOption,
+    excludes=("--cuda-ipc", "--protocol"),  # a group receives into its own memory
     type=click.Choice(["gloo", "nccl"]),
     help="Form a group with all workers, which broadcast shared chunks. Weights are streamed. nccl is untested.",
 )
 @click.option(
     "--cuda-ipc",
+    cls=DependentOption,
+    excludes=("--protocol",),
     is_flag=True,
-    help="Write into the GPUs of workers on this host. Weights are streamed. Untested on GPUs.",
+    help="Write into the GPUs of workers on this host. Weights are streamed.",
 )
 @click.option(
     "--protocol",
@@ -154,6 +163,8 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 @click.option(
     "--device",
     "devices",
+    cls=DependentOption,
+    needs="--protocol",
     multiple=True,
     metavar="GPU-UUID",
     help="A worker's GPU, with --protocol checkpoint-engine; by default all. Repeatable.",
@@ -215,13 +226,14 @@ def push_command(
     """
     push = _PushOptions(**given)
     if resumed:
-        if source is not None or urls or root is not None or push.protocol is not None:
-            raise click.UsageError("--resume pushes nothing; use it without SOURCE, --to, --watch and --protocol")
+        if source is not None:
+            raise click.UsageError("--resume pushes nothing; use it without SOURCE")
         _resume(out, [push.engine(url) for url in resumed], push.deadline_s)
         return
     if (source is None) == (root is None) or not urls:
         raise click.UsageError("name what to push (SOURCE or --watch ROOT) and the engines (--to URL)")
-    push.check(is_watching=root is not None, is_from_engine=source is not None and _is_engine(source))
+    if source is not None and _is_engine(source):
+        push.check_engine()
     if root is not None:
         _follow(out, at(root), watch_s, urls, push)
     elif source is not None:

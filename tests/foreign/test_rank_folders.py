@@ -331,7 +331,7 @@ def test_reshard_computes_means(tmp_path: Path) -> None:
     (tmp_path / "rules.toml").write_text(Rules([rules[0], averaged], files="{tp}-{dp}.pt").to_toml())
     result = CliRunner().invoke(cli, [*command, "--rules", str(tmp_path / "rules.toml")])
     assert "n: has the dtype int64, which has no mean" in result.output
-    assert "--average needs --rules" in CliRunner().invoke(cli, command).output
+    assert "--average applies only with --rules" in CliRunner().invoke(cli, command).output
 
 
 def test_members_of_a_flat_buffer_are_shapes(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""Options that would have no effect: without another one, or beside one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_checkpoints import CommandResult
+
+from bytecheckpoint.cli import cli
+from bytecheckpoint.cli.options import DependentOption
+
+Run = Callable[..., CommandResult]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("ls {} --incomplete --depth 2", "--depth does not apply with --incomplete"),
+        ("latest {} --mode max", "--mode applies only with --best"),
+        ("latest {} --best loss --milestone a", "--milestone does not apply with --best"),
+        ("latest {} --best loss --allow-fresh", "--allow-fresh does not apply with --best"),
+        ("inspect {} --no-tensors --tensor model.*", "--tensor does not apply with --no-tensors"),
+        ("inspect {} --define heads=4", "--define applies only with --rules"),
+        ("diff {} {} --no-values --rtol 1", "--rtol does not apply with --no-values"),
+        ("reshard {} out -n 1 --average mean", "--average applies only with --rules"),
+        ("export {} out --expect names.json --partial", "--partial does not apply with --expect"),
+        ("export {} out --adapter a", "--adapter applies only with --lora"),
+        ("export {} out --format torch --max-file-size 5GB", "--max-file-size does not apply to --format torch"),
+        ("rm {} --older-than 3", "--older-than applies only with --incomplete"),
+        ("push {} --to http://a --watch-timeout 3", "--watch-timeout applies only with --watch"),
+        ("push --resume http://a --partial", "--resume does not apply with --partial"),
+        ("push {} --to http://a --device x", "--device applies only with --protocol"),
+        ("verify {} -o anon=true", "--storage-option applies to URLs"),
+    ],
+)
+def test_an_option_without_effect(bcp_command: Run, one: Path, arguments: str, message: str) -> None:
+    result = bcp_command(*arguments.replace("{}", str(one)).split())
+    assert result.code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_every_dependency_is_an_option() -> None:
+    for command in cli.commands.values():
+        names = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        for option in command.params:
+            if isinstance(option, DependentOption):
+                assert {option._needs or option.opts[0], *option._excludes} <= names
