@@ -356,20 +356,21 @@ class StorageBackend(ABC):
         """
 
     @abstractmethod
-    def create(self, key: str, size: int) -> ObjectWriter:
+    def create(self, key: str, size: int, *, at_most: bool = False) -> ObjectWriter:
         """Begin to write a new object.
 
         An object that has this key already is replaced at the latest by ``complete``.
 
         Args:
             key: The object's key.
-            size: Its exact size in bytes, unless ``ObjectWriter.shrink`` is called.
+            size: Its exact size in bytes.
+            at_most: ``size`` is the most that it may have, and ``ObjectWriter.shrink`` will state the exact size.
 
         Returns:
             A writer for the object.
 
         Raises:
-            StorageFullError: It is already clear that ``size`` bytes do not fit.
+            StorageFullError: It is already clear that ``size`` bytes do not fit, and ``at_most`` is false.
             StorageError: The object cannot be created.
         """
 

@@ -121,7 +121,7 @@ class HttpBackend(RemoteBackend[_Client]):
     def put(self, key: str, data: object, *, if_absent: bool = False, if_version: str = "") -> str:
         self._refuse("writing", key)
 
-    def create(self, key: str, size: int) -> ObjectWriter:
+    def create(self, key: str, size: int, *, at_most: bool = False) -> ObjectWriter:
         self._refuse("writing", key)
 
     def delete(self, keys: Sequence[str]) -> None:

@@ -93,7 +93,7 @@ class MemoryBackend(StorageBackend):
         check_key(key)
         return self._put(key, memoryview(bytes(data)), if_absent=if_absent, if_version=if_version)
 
-    def create(self, key: str, size: int) -> ObjectWriter:
+    def create(self, key: str, size: int, *, at_most: bool = False) -> ObjectWriter:
         check_key(key)
         return BufferedWriter(f"writing {key!r} in {self.url}", size, partial(self._put, key))
 

@@ -260,8 +260,8 @@ class NearestBackend(StorageBackend):
             _log.warning("%s: the rollback is recorded in %s only: %s", self.display_url, self._near.url, error)
         return version
 
-    def create(self, key: str, size: int) -> ObjectWriter:
-        return self._far.create(key, size)
+    def create(self, key: str, size: int, *, at_most: bool = False) -> ObjectWriter:
+        return self._far.create(key, size, at_most=at_most)
 
     def delete(self, keys: Sequence[str]) -> None:
         self._far.delete(keys)

@@ -85,7 +85,8 @@ class FileWriter:
         if image.shared is not None:
             assert image.base is not None
             self._hasher.assume(image.shared, image.base.checksum)
-        self._writer = backend.create(image.key, sum(end - begin for begin, end in image.staged_ranges()))
+        nbytes = sum(end - begin for begin, end in image.staged_ranges())
+        self._writer = backend.create(image.key, nbytes, at_most=self._encoder is not None)
 
     def write(self, start: int, data: memoryview, release: Release = lambda: None) -> None:
         """Hash ``data``, the bytes of the file from ``start`` on, and queue the write of them.

@@ -32,7 +32,7 @@ from .handle import SaveHandle, SaveResult
 from .incremental import BaseShare, find_base, gather_damaged, share_base
 from .lifecycle import SaveLifecycle, SaveState
 from .local_state import LocalState, describe_state
-from .options import SaveRequest
+from .options import AUTO, SaveRequest
 from .planning import plan_save
 from .record import WrittenFiles
 from .staging import CopyMode, StateCopy
@@ -110,8 +110,9 @@ class SaveRun:
             self._begin_attempt(share)
         if self.options.base is not None:
             self._find_base(share)
-        # How much an incremental save needs is not known before, and a tier holds a part of the checkpoint.
-        if self.op.rank == 0 and self.commit.base is None and self.upload is None:
+        # How much a codec or an incremental save needs is not known before; a tier holds a part of the checkpoint.
+        is_known = self.options.codec in (None, AUTO) and self.commit.base is None and self.upload is None
+        if self.op.rank == 0 and is_known:
             check_space(self.backend, share.planned.nbytes)
         return share
 

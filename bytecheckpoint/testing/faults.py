@@ -179,9 +179,9 @@ class FaultyBackend(StorageBackend):
             lambda cut: self.inner.put(key, view[:cut], if_absent=if_absent, if_version=if_version),
         )
 
-    def create(self, key: str, size: int) -> ObjectWriter:
+    def create(self, key: str, size: int, *, at_most: bool = False) -> ObjectWriter:
         call = Call("create", key, 0, size)
-        return _FaultyWriter(self, key, self._around(call, lambda cut: self.inner.create(key, size)))
+        return _FaultyWriter(self, key, self._around(call, lambda cut: self.inner.create(key, size, at_most=at_most)))
 
     def create_parts(self, key: str, size: int, *, token: str = "") -> PartWriter:
         call = Call("create", key, 0, size)

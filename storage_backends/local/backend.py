@@ -156,12 +156,12 @@ class LocalBackend(StorageBackend):
         self._root.sync_directories(path, action)
         return version
 
-    def create(self, key: str, size: int) -> ObjectWriter:
+    def create(self, key: str, size: int, *, at_most: bool = False) -> ObjectWriter:
         action = f"writing {key!r} in {self._root.path}"
         writer = LocalWriter(self._root, action, size)
         self._create_file(key, action, writer.create_file, needed=size)
         try:
-            writer.reserve()
+            writer.prepare(reserve=not at_most)
         except BaseException:
             writer.abort()
             raise

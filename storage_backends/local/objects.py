@@ -44,8 +44,17 @@ class LocalWriter(CheckedWriter):
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._path = path
 
-    def reserve(self) -> None:
-        """Reserve the space, so that a full disk is detected before the first byte is copied."""
+    def prepare(self, *, reserve: bool) -> None:
+        """Choose how to write; ``reserve`` the space, so that a full disk is detected before the first byte is copied.
+
+        A file that may become smaller gets no reservation: it would take from others what it does not need.
+        """
+        if reserve:
+            self._reserve()
+        if self._size >= MIN_WRITE:
+            self._direct = self._root.open_direct(self._fd, os.O_WRONLY)
+
+    def _reserve(self) -> None:
         with self._translated_errors():
             is_reserved = preallocate(self._fd, self._size)
         if not is_reserved:
@@ -54,8 +63,6 @@ class LocalWriter(CheckedWriter):
                 raise StorageFullError(
                     f"{self._action}: needed: {self._size} bytes, free on this file system: {free} bytes; free space"
                 )
-        if self._size >= MIN_WRITE:
-            self._direct = self._root.open_direct(self._fd, os.O_WRONLY)
 
     def write(self, offset: int, data: Buffer) -> None:
         view = byte_view(data)

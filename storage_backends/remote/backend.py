@@ -177,7 +177,7 @@ class RemoteBackend(StorageBackend, Generic[_S]):
                 raise KeyChangedError(f"{action}: the object was replaced or deleted") from error
             raise KeyExistsError(f"{action}: the key is taken") from error
 
-    def create(self, key: str, size: int) -> ObjectWriter:
+    def create(self, key: str, size: int, *, at_most: bool = False) -> ObjectWriter:
         check_key(key)
         action = self._action("writing", key)
         if size <= SINGLE_PUT_BYTES:

@@ -204,10 +204,10 @@ def test_a_failure_of_one_thread_ends_the_other(failing: str, monkeypatch: pytes
     assert len(work.files) == 1, "and gathers"
 
     class Broken(MemoryBackend):
-        def create(self, key: str, size: int) -> Any:
+        def create(self, key: str, size: int, *, at_most: bool = False) -> Any:
             if failing == "write":
                 raise OSError("injected")
-            return super().create(key, size)
+            return super().create(key, size, at_most=at_most)
 
     class BrokenHasher(ChunkHasher):
         def update(self, start: int, data: memoryview) -> None:

@@ -125,6 +125,19 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert _value(path) == 3
 
 
+def test_a_codec_needs_only_the_space_of_its_frames(tmp_path: Path) -> None:
+    """A disk has room for them, and not for the tensors. Without room for them, the old checkpoint stays."""
+    with tiny_disk(tmp_path / "disk", 1 << 20) as disk:
+        path = disk / "checkpoint"
+        bcp.save(path, _tree(value=1, weight=torch.zeros(1 << 21)), options={"codec": "zstd"})
+        assert bcp.open(path).verify().ok
+        before = keys_of(path)
+        with pytest.raises(StorageFullError, match="free on this file system"):
+            bcp.save(path, _tree(value=2, weight=torch.randn(1 << 19)), options={"codec": "zstd"})
+        assert keys_of(path) == before
+        assert _value(path) == 1
+
+
 _LIMITED = """
 import resource, signal, sys
 import torch

@@ -253,7 +253,7 @@ def test_a_failure_between_confirm_and_commit_keeps_the_old_checkpoint(
 class _ObjectStore(LocalBackend):
     """An object appears when it is complete, as in an object store."""
 
-    def create(self, key: str, size: int) -> ObjectWriter:
+    def create(self, key: str, size: int, *, at_most: bool = False) -> ObjectWriter:
         return BufferedWriter(f"writing {key!r}", size, lambda data: self.put(key, data))
 
 

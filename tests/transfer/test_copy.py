@@ -100,8 +100,8 @@ def test_damaged_bytes_are_not_sent(tmp_path: Path, memory: MemoryBackend, where
     sent = {}
 
     class Recording(CountingBackend):
-        def create(self, key: str, size: int) -> ObjectWriter:
-            writer = super().create(key, size)
+        def create(self, key: str, size: int, *, at_most: bool = False) -> ObjectWriter:
+            writer = super().create(key, size, at_most=at_most)
             write = writer.write
 
             def record(offset: int, part: Any) -> None:

@@ -87,7 +87,7 @@ class SQLiteBackend(StorageBackend):
             except sqlite3.IntegrityError:
                 raise KeyExistsError(f"writing {key!r} in {self.url}: the key exists") from None
 
-    def create(self, key: str, size: int) -> ObjectWriter:
+    def create(self, key: str, size: int, *, at_most: bool = False) -> ObjectWriter:
         check_key(key)
         return BufferedWriter(f"writing {key!r} in {self.url}", size, lambda content: self.put(key, content))
 
