@@ -214,7 +214,7 @@ class VisibleState(RuleBasedStateMachine):
 
 TestVisibleState = VisibleState.TestCase
 TestVisibleState.settings = settings(
-    max_examples=100 if sampling.is_full() else 15,
+    max_examples=sampling.examples(100, 15),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

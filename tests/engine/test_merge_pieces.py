@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
+from sampling import examples
 
 from bytecheckpoint.control.base import Streams
 from bytecheckpoint.control.single import SingleOperation
@@ -166,7 +167,7 @@ def _metas(full: dict[str, torch.Tensor]) -> dict[str, BasicMeta]:
 
 
 @given(_worlds(), st.sampled_from([16, 48]), st.integers(1, 40), st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40, 40))
 def test_any_tiling_in_any_pieces(world: Any, piece: int, room: int, live: bool) -> None:
     full, held = world
     table = TensorTable.build(("model", name, meta) for name, meta in _metas(full).items())

@@ -17,6 +17,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from independent_reader import read_checkpoint
+from sampling import examples
 from sorted_arguments import loading, saving
 from torch import nn
 
@@ -131,7 +132,7 @@ def test_only_changed_chunks_are_written(tmp_path: Path) -> None:
         check(tmp_path / f"step-{step}", tree)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, 25), deadline=None)
 @given(data=st.data())
 def test_random_changes(data: st.DataObject) -> None:
     """Gaps of any length between changed chunks, which begin and end anywhere in the blocks of staging memory."""

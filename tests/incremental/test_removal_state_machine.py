@@ -302,7 +302,7 @@ class Transfers(SharedFiles):
 
 TestTransfers = seed(sampling.seed())(Transfers).TestCase
 TestTransfers.settings = settings(
-    max_examples=800 if sampling.is_full() else 20,
+    max_examples=sampling.examples(800, 20),
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

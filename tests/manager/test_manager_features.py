@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
@@ -49,7 +50,7 @@ def test_milestones_are_kept_for_ever_and_found_by_name(tmp_path: Path) -> None:
     mode=st.sampled_from(["min", "max"]),
     where=st.sampled_from(["metrics", "metadata"]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, 25), deadline=None)
 def test_best_equals_brute_force(
     tmp_path_factory: pytest.TempPathFactory, losses: list[float | None], mode: Any, where: str
 ) -> None:

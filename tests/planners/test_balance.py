@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from bytecheckpoint.planners import balance, rank_sets
 from bytecheckpoint.planners.balance import choose_writers
@@ -74,7 +75,7 @@ def test_load_is_bounded_by_the_even_share_and_the_largest_item(shared: list[int
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 16))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30, 30))
 def test_a_model_of_many_tensors_is_even_within_a_tenth(seed: int, world: int) -> None:
     """The largest tensor is at most a tenth of the even share: then so is the imbalance."""
     generator = np.random.default_rng(seed)
@@ -100,7 +101,7 @@ def _counted(name: str) -> Iterator[mock.MagicMock]:
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20, 20))
 def test_rounds_and_heaps_make_the_same_choice(seed: int) -> None:
     """Sets that share no rank, of unequal widths and numbers of groups."""
     generator = np.random.default_rng(seed)

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from join_probes import held_by, wait_until_it_holds_at_most
 from leak_watch import held_now, left_since
+from sampling import examples
 from streams import RING, fail, push_and_look, same
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
@@ -239,7 +240,7 @@ def test_device_digests_detect_damage() -> None:
             assert int(digest_on_device(data.roll(8))) != known
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50, 50), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([1, 8, 12, 64, 4096]), st.integers(0, 2)), max_size=12))
 def test_digests_of_adjacent_chunks_are_those_of_each_chunk(cuts: list[tuple[int, int]]) -> None:
     memory = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))

@@ -1,6 +1,7 @@
 """Choose which cases of a large combinatorial test run: a sample that depends on the commit, or all of them.
 
-``BCP_TEST_FULL=1`` runs every case, ``BCP_TEST_SEED=<number>`` chooses another sample.
+``BCP_TEST_FULL=1`` runs every case, ``BCP_TEST_SEED=<number>`` chooses another sample, ``BCP_TEST_EXAMPLES=<number>``
+draws so many times as many examples of generative tests.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     return left
 
 
-def examples(count: int) -> int:
-    """Return how many examples of a property a run draws: ``count`` in a full run, a quarter otherwise."""
-    return count if is_full() else max(10, count // 4)
+def examples(count: int, quick: int | None = None) -> int:
+    """Return how many examples of a property a run draws: ``count`` in a full run, ``quick`` (a quarter) otherwise.
+
+    ``BCP_TEST_EXAMPLES=20`` draws twenty times as many, for a long search.
+    """
+    drawn = count if is_full() else quick or max(10, count // 4)
+    return drawn * int(os.environ.get("BCP_TEST_EXAMPLES") or 1)
