@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -37,9 +38,9 @@ from ..runtime.threads import Threads
 from ..storage_backends import folder_name, join, open_like, parent_url
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
-from .attempts import has_expired
+from .attempts import ATTEMPT_PREFIX, attempt_time, has_expired, remove_attempt
 from .lease import hold_root
-from .manifest_file import decode_manifest
+from .manifest_file import decode_manifest, read_manifest
 
 _READERS = 8  # manifests that are read at the same time
 _PATIENCE_S = 10.0  # for others that commit or sweep
@@ -162,6 +163,50 @@ def sweep(
     if unneeded:
         _log.info("%s: removed %d objects that no checkpoint needs", root.display_url, len(unneeded))
     return Swept(len(unneeded), sum(stored[key] for key in unneeded))
+
+
+def uncommitted(root: StorageBackend) -> dict[str, float]:
+    """Return the attempts that no manifest names, and their age in seconds: of the root's folders, or of the root.
+
+    Failed saves have left them, or saves are still writing them. A folder whose manifest cannot be read is passed over.
+    Raises ``StorageError``.
+    """
+    found: dict[str, float] = {}
+    folders = [child for child in root.list_children("") if child.endswith("/")]
+    for prefix in ("", *(one for one in folders if one != f"{OBJECTS}/" and not one.startswith(ATTEMPT_PREFIX))):
+        children = root.list_children(prefix)
+        attempts = {child[:-1] for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")}
+        if attempts and MANIFEST_KEY in children:
+            folder = open_like(root, join(root.url, prefix[:-1])) if prefix else root
+            try:
+                attempts.discard(read_manifest(folder).attempt)
+            except CheckpointError as error:
+                _log.warning("not touched, because it cannot be read: %s", error)
+                continue
+        found |= {f"{prefix}{attempt}": _age_s(attempt) for attempt in sorted(attempts)}
+    return found
+
+
+def _age_s(attempt: str) -> float:
+    """Return how long ago an attempt began, by the clock of its writer; 0 if its name has no time."""
+    begun = attempt_time(attempt)
+    return 0.0 if begun is None else time.time() - begun
+
+
+def remove_uncommitted(root: StorageBackend, older_than_s: float) -> tuple[list[str], Swept]:
+    """Remove the attempts that are older and that no manifest names, and the objects that no checkpoint needs.
+
+    Returns their names, and what was removed of the objects. If another job holds the root, it removes them itself.
+    Raises ``StorageError``.
+    """
+    try:
+        with hold_root(root, patience_s=_PATIENCE_S):
+            old = [name for name, age_s in uncommitted(root).items() if age_s >= older_than_s]
+            for name in old:
+                remove_attempt(root, name)
+            return old, sweep(root, has_ended=lambda attempt: _age_s(attempt) >= older_than_s)
+    except RootInUseError as error:
+        return [], Swept(problem=str(error))
 
 
 def _folders(root: StorageBackend) -> list[str]:

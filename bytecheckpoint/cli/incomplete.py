@@ -1,41 +1,62 @@
-"""``bcp ls --incomplete`` and ``bcp rm --incomplete``: uploads that no process will complete, and that cost money."""
+"""``bcp ls --incomplete`` and ``bcp rm --incomplete``: what failed saves and killed uploads have left."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import click
 
+from ..checkpoint.sweep import remove_uncommitted, uncommitted
 from ..storage_backends import IncompleteUpload
 from .options import EXIT_NEGATIVE, Locate
-from .output import Output
+from .output import Output, size_text
 
 
 def list_incomplete(out: Output, at: Locate, root: str) -> None:
-    """List all uploads below ``root``."""
+    """List all uploads below ``root``, and the attempts in it."""
     backend = at(root).open()
-    found = [*backend.incomplete()]
-    out.document({"root": backend.display_url, "uploads": [asdict(one) for one in found]})
-    _print(out, found)
-    if not found:
-        out.line(f"{backend.display_url}: no incomplete uploads")
+    uploads, attempts = [*backend.incomplete()], uncommitted(backend)
+    named = [{"name": name, "age_s": age_s} for name, age_s in attempts.items()]
+    out.document({"root": backend.display_url, "uploads": [asdict(one) for one in uploads], "attempts": named})
+    _print(out, uploads, attempts)
+    if not uploads and not attempts:
+        out.line(f"{backend.display_url}: nothing is incomplete")
 
 
 def remove_incomplete(out: Output, at: Locate, root: str, *, older_than_hours: float, yes: bool) -> None:
-    """End the uploads below ``root`` that are older, after showing them and asking."""
-    backend = at(root).open()
-    found = [*backend.incomplete()]
-    old = [one for one in found if one.age_s >= older_than_hours * 3600]
-    _print(out, old)
-    if old and not yes and not click.confirm(f"End {len(old)} upload(s) below {backend.display_url}?", err=True):
-        click.echo("bcp: nothing ended", err=True)
+    """Remove the uploads below ``root`` and the attempts in it that are older, after showing them and asking."""
+    backend, limit_s = at(root).open(), older_than_hours * 3600
+    uploads, attempts = [*backend.incomplete()], uncommitted(backend)
+    old = [one for one in uploads if one.age_s >= limit_s]
+    old_attempts = {name: age_s for name, age_s in attempts.items() if age_s >= limit_s}
+    _print(out, old, old_attempts)
+    count = len(old) + len(old_attempts)
+    if count and not yes and not click.confirm(f"Remove {count} below {backend.display_url}?", err=True):
+        click.echo("bcp: nothing removed", err=True)
         raise click.exceptions.Exit(EXIT_NEGATIVE)
     backend.abort_incomplete(old)
-    out.document({"root": backend.display_url, "ended": [asdict(one) for one in old], "younger": len(found) - len(old)})
-    out.line(f"{backend.display_url}: {len(old)} upload(s) ended, {len(found) - len(old)} younger one(s) kept")
+    removed, swept = remove_uncommitted(backend, limit_s)
+    younger = len(uploads) - len(old) + len(attempts) - len(old_attempts)
+    out.document(
+        {
+            "root": backend.display_url,
+            "ended": [asdict(one) for one in old],
+            "removed": removed,
+            "swept": asdict(swept),
+            "younger": younger,
+        }
+    )
+    out.line(
+        f"{backend.display_url}: {len(old)} upload(s) ended, {len(removed)} attempt(s) removed, {younger} younger kept"
+    )
+    if swept.files:
+        out.line(f"{swept.files} shared file(s) removed that no checkpoint needs, {size_text(swept.size)}")
+    if swept.problem:
+        out.line(f"attempts and shared files may remain: {swept.problem}")
 
 
-def _print(out: Output, uploads: Sequence[IncompleteUpload]) -> None:
+def _print(out: Output, uploads: Sequence[IncompleteUpload], attempts: Mapping[str, float]) -> None:
     rows = [(one.key, f"{one.age_s / 3600:.1f} h", one.upload_id) for one in uploads]
-    out.table(("KEY", ">AGE", "UPLOAD"), rows)
+    rows += [(name, f"{age_s / 3600:.1f} h", "-") for name, age_s in attempts.items()]
+    out.table(("NAME", ">AGE", "UPLOAD"), rows)

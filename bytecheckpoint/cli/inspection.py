@@ -49,7 +49,9 @@ _MAX_VALUE_CHARACTERS = 160  # in the table; --json prints values in full
     show_default=True,
     help="How many levels of folders below ROOT to search.",
 )
-@click.option("--incomplete", is_flag=True, help="List instead the uploads to an object store that were not completed.")
+@click.option(
+    "--incomplete", is_flag=True, help="List instead the uncommitted attempts, and the uploads that were not completed."
+)
 def ls_command(out: Output, at: Locate, root: str, *, depth: int, incomplete: bool) -> None:
     """List the checkpoints below ROOT, and the folders that are not checkpoints, with the reason.
 

@@ -192,7 +192,8 @@ def average_command(
 @click.option(
     "--incomplete",
     is_flag=True,
-    help="End instead the uploads below a path of an object store that were not completed; lists them first.",
+    help="Remove instead what failed saves have left below a root: uncommitted attempts, uploads to an object store "
+    "that were not completed, and shared files that no checkpoint needs. Lists them first.",
 )
 @click.option(
     "--older-than",

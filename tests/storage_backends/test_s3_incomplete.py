@@ -87,7 +87,8 @@ def test_the_commands(bucket: str, s3: dict[str, Any]) -> None:
     assert upload["key"] == "step-1/attempt-1/model"
 
     code, text = _run(s3, "rm", "--incomplete", "--json", "--older-than", "1e9", root)
-    assert (code, json.loads(text)) == (0, {"root": root, "ended": [], "younger": 1})
+    found = json.loads(text)
+    assert (code, found["root"], found["ended"], found["younger"]) == (0, root, [], 1)
     code, text = _run(s3, "rm", "--incomplete", "--older-than", "0", root, answer="n\n")
     assert code == 1
     assert "step-1/attempt-1/model" in text
