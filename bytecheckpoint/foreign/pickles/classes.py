@@ -25,7 +25,6 @@ _REFUSED = {
     "_rebuild_wrapper_subclass": "a tensor subclass",
     "_rebuild_device_tensor_from_numpy": "a tensor in the form of an old XLA release",
     "_rebuild_xla_tensor": "a tensor in the form of an old XLA release",
-    "_rebuild_tensor_v2": "a conjugated or negated view of a tensor",
     "_rebuild_tensor_v3": "a conjugated or negated view of a tensor",
 }
 _PLAIN_TENSORS = {
@@ -105,9 +104,8 @@ def set_state(target: Any, state: Any) -> int:
 def _tensor(
     storage: Any, start: Any, shape: Any, strides: Any, requires_grad: Any = None, hooks: Any = None, extra: Any = None
 ) -> Any:
-    if type(storage) is not Storage or (type(extra) is dict and any(extra.values())):
-        return Instance(Global(_UTILS, "_rebuild_tensor_v2"), (storage, start, shape, strides, None, None, extra))
-    return _view(storage, storage.dtype, start, shape, strides)
+    dtype = storage.dtype if type(storage) is Storage else None
+    return _typed_tensor(storage, start, shape, strides, requires_grad, hooks, dtype, extra)
 
 
 def _typed_tensor(
@@ -123,10 +121,6 @@ def _typed_tensor(
     if type(storage) is not Storage or type(dtype) is not DType or (type(extra) is dict and any(extra.values())):
         args = (storage, start, shape, strides, None, None, dtype, extra)
         return Instance(Global(_UTILS, "_rebuild_tensor_v3"), args)
-    return _view(storage, dtype, start, shape, strides)
-
-
-def _view(storage: Storage, dtype: DType, start: Any, shape: Any, strides: Any) -> TensorRef:
     if type(shape) is not tuple or type(strides) is not tuple:
         raise FormatError("the shape or the strides of a tensor are no tuple")
     return TensorRef(storage, dtype, shape, strides, start)

@@ -15,7 +15,7 @@ from .records import Global, Instance
 _BUDGET = 64 << 20  # bytes of objects that a pickle may create, and in addition ...
 _BUDGET_PER_BYTE = 96  # ... for each of its bytes; the metadata of DCP takes 35
 _MAX_MARKS = 1000
-_MAX_LINE = 1000  # bytes of a number or a name that is stored as text
+_MAX_LINE = 1000  # bytes of a name
 _MAPPINGS = frozenset([dict, OrderedDict, Counter])
 _SIZE = Global("torch", "Size")
 _SEQUENCES = frozenset([list, tuple, dict, set, frozenset])
@@ -59,13 +59,13 @@ class Machine:
         self.budget -= 60 + count
         return self.take(position, count), position + count
 
-    def line(self, position: int, limit: int = _MAX_LINE) -> tuple[bytes, int]:
+    def line(self, position: int) -> tuple[bytes, int]:
         """Return the rest of the line, and the position after it."""
         end = self.data.find(b"\n", position)
         if end < 0:
             raise EndOfDataError
-        if end - position > limit:
-            raise FormatError(f"a line is longer than {limit} bytes")
+        if end - position > _MAX_LINE:
+            raise FormatError(f"a line is longer than {_MAX_LINE} bytes")
         self.budget -= 60 + end - position
         return self.data[position:end], end + 1
 

@@ -1,4 +1,4 @@
-"""The opcodes of pickle's protocols 0 to 5.
+"""The opcodes of pickle's protocols 2 to 5. Objects with tensors cannot be stored in protocol 0 or 1.
 
 A handler takes the machine and the position after its opcode, and returns the position of the next opcode.
 """
@@ -50,46 +50,42 @@ def _container(kind: Callable[[], Any], cost: int) -> _Handler:
     return handler
 
 
-def _number(layout: struct.Struct) -> _Handler:
+def _fixed(layout: struct.Struct, action: Callable[[Machine, Any], None]) -> _Handler:
+    """The handler of an opcode that one number follows."""
+
     def handler(machine: Machine, position: int) -> int:
-        (value,) = layout.unpack(machine.take(position, layout.size))
-        machine.push(value, 40)
+        action(machine, layout.unpack(machine.take(position, layout.size))[0])
         return position + layout.size
 
     return handler
 
 
-def _long(size: struct.Struct) -> _Handler:
+def _number(machine: Machine, value: float) -> None:
+    machine.push(value, 40)
+
+
+def _sized(size: struct.Struct, make: Callable[[bytes], Any], cost: int = 3) -> _Handler:
+    """The handler of an opcode that bytes after their length follow. ``cost`` is that of the result for each byte."""
+
     def handler(machine: Machine, position: int) -> int:
         raw, position = machine.sized(position, size)
-        if len(raw) > _MAX_INT_BYTES:
-            raise FormatError(f"an integer has {len(raw)} bytes")
-        machine.push(int.from_bytes(raw, "little", signed=True), 40)
+        machine.push(make(raw), cost * len(raw) + 40)
         return position
 
     return handler
 
 
-def _int_line(machine: Machine, position: int) -> int:
-    raw, position = machine.line(position)
-    flags = {b"00": False, b"01": True}  # how protocol 0 stores a bool
-    machine.push(flags[raw] if raw in flags else int(raw.removesuffix(b"L").decode("ascii")), 40)
-    return position
+def _integer(raw: bytes) -> int:
+    if len(raw) > _MAX_INT_BYTES:
+        raise FormatError(f"an integer has {len(raw)} bytes")
+    return int.from_bytes(raw, "little", signed=True)
 
 
-def _float_line(machine: Machine, position: int) -> int:
-    raw, position = machine.line(position)
-    machine.push(float(raw.decode("ascii")), 40)
-    return position
-
-
-def _text(size: struct.Struct) -> _Handler:
-    def handler(machine: Machine, position: int) -> int:
-        raw, position = machine.sized(position, size)
-        machine.push(raw.decode("utf-8"), 3 * len(raw))
-        return position
-
-    return handler
+def _text_or_bytes(raw: bytes) -> str | bytes:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw  # Python 2 had one type for both
 
 
 def _short_text(machine: Machine, position: int) -> int:
@@ -106,65 +102,10 @@ def _byte(machine: Machine, position: int) -> int:
     return position + 1
 
 
-def _text_line(machine: Machine, position: int) -> int:
-    raw, position = machine.line(position, len(machine.data))
-    text = raw.decode("raw-unicode-escape")
-    text.encode("utf-8")  # raises for half of a surrogate pair, as the other opcodes for text do
-    machine.push(text, 4 * len(text))
-    return position
-
-
-def _binary(size: struct.Struct) -> _Handler:
-    def handler(machine: Machine, position: int) -> int:
-        raw, position = machine.sized(position, size)
-        machine.stack.append(raw)
-        return position
-
-    return handler
-
-
-def _bytearray(machine: Machine, position: int) -> int:
-    raw, position = machine.sized(position, _UINT8)
-    machine.push(bytearray(raw), len(raw) + 60)
-    return position
-
-
-def _python2_string(size: struct.Struct) -> _Handler:
-    def handler(machine: Machine, position: int) -> int:
-        raw, position = machine.sized(position, size)
-        machine.push(_text_or_bytes(raw), 3 * len(raw))
-        return position
-
-    return handler
-
-
-def _text_or_bytes(raw: bytes) -> str | bytes:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return raw  # Python 2 had one type for both
-
-
 def _simple(action: Callable[[Machine], None]) -> _Handler:
     def handler(machine: Machine, position: int) -> int:
         action(machine)
         return position
-
-    return handler
-
-
-def _put(layout: struct.Struct) -> _Handler:
-    def handler(machine: Machine, position: int) -> int:
-        machine.remember(layout.unpack(machine.take(position, layout.size))[0])
-        return position + layout.size
-
-    return handler
-
-
-def _get(layout: struct.Struct) -> _Handler:
-    def handler(machine: Machine, position: int) -> int:
-        machine.stack.append(machine.memo[layout.unpack(machine.take(position, layout.size))[0]])
-        return position + layout.size
 
     return handler
 
@@ -180,49 +121,18 @@ def _memoize(machine: Machine, position: int) -> int:
     return position
 
 
-def _put_line(machine: Machine, position: int) -> int:
-    raw, position = machine.line(position)
-    machine.remember(int(raw))
-    return position
+def _short_tuple(length: int) -> _Handler:
+    def handler(machine: Machine, position: int) -> int:
+        items = tuple([machine.stack.pop() for _ in range(length)][::-1])
+        machine.push(items, 48 + 8 * length)
+        return position
 
-
-def _get_line(machine: Machine, position: int) -> int:
-    raw, position = machine.line(position)
-    machine.stack.append(machine.memo[int(raw)])
-    return position
-
-
-def _tuple_1(machine: Machine, position: int) -> int:
-    machine.push((machine.stack.pop(),), 56)
-    return position
-
-
-def _tuple_2(machine: Machine, position: int) -> int:
-    second = machine.stack.pop()
-    machine.push((machine.stack.pop(), second), 64)
-    return position
-
-
-def _tuple_3(machine: Machine, position: int) -> int:
-    third, second = machine.stack.pop(), machine.stack.pop()
-    machine.push((machine.stack.pop(), second, third), 72)
-    return position
+    return handler
 
 
 def _tuple(machine: Machine) -> None:
     items = tuple(machine.pop_mark())
     machine.push(items, 50 + 8 * len(items))
-
-
-def _list(machine: Machine) -> None:
-    items = machine.pop_mark()
-    machine.push(items, 60 + 8 * len(items))
-
-
-def _dict(machine: Machine) -> None:
-    items = machine.pop_mark()
-    machine.push({}, 100)
-    machine.set_items(items)
 
 
 def _frozenset(machine: Machine) -> None:
@@ -260,18 +170,6 @@ def _stack_global(machine: Machine) -> None:
     machine.find(machine.stack.pop(), name)
 
 
-def _instance_line(machine: Machine, position: int) -> int:
-    position = _global(machine, position)
-    function = machine.stack.pop()
-    machine.call(function, tuple(machine.pop_mark()), new=True)
-    return position
-
-
-def _object(machine: Machine) -> None:
-    items = machine.pop_mark()
-    machine.call(items[0], tuple(items[1:]), new=True)
-
-
 def _reduce(machine: Machine) -> None:
     args = machine.stack.pop()
     machine.call(machine.stack.pop(), args)
@@ -288,12 +186,6 @@ def _new_object_with_names(machine: Machine) -> None:
     machine.call(machine.stack.pop(), args, kwargs, new=True)
 
 
-def _persistent_line(machine: Machine, position: int) -> int:
-    raw, position = machine.line(position)
-    machine.resolve(raw.decode("ascii"))
-    return position
-
-
 _BY_CODE: dict[int, _Handler] = {
     0x80: _protocol,
     0x95: _frame,
@@ -302,38 +194,32 @@ _BY_CODE: dict[int, _Handler] = {
     0x88: _constant(True),
     0x89: _constant(False),
     ord("K"): _byte,
-    ord("M"): _number(_UINT2),
-    ord("J"): _number(_INT4),
-    ord("G"): _number(_DOUBLE),
-    0x8A: _long(_UINT1),
-    0x8B: _long(_INT4),
-    ord("I"): _int_line,
-    ord("L"): _int_line,
-    ord("F"): _float_line,
+    ord("M"): _fixed(_UINT2, _number),
+    ord("J"): _fixed(_INT4, _number),
+    ord("G"): _fixed(_DOUBLE, _number),
+    0x8A: _sized(_UINT1, _integer),
+    0x8B: _sized(_INT4, _integer),
     # text and bytes
     0x8C: _short_text,
-    ord("X"): _text(_UINT4),
-    0x8D: _text(_UINT8),
-    ord("V"): _text_line,
-    ord("C"): _binary(_UINT1),
-    ord("B"): _binary(_UINT4),
-    0x8E: _binary(_UINT8),
-    0x96: _bytearray,
-    ord("U"): _python2_string(_UINT1),
-    ord("T"): _python2_string(_INT4),
+    ord("X"): _sized(_UINT4, bytes.decode),
+    0x8D: _sized(_UINT8, bytes.decode),
+    ord("C"): _sized(_UINT1, bytes, 0),
+    ord("B"): _sized(_UINT4, bytes, 0),
+    0x8E: _sized(_UINT8, bytes, 0),
+    0x96: _sized(_UINT8, bytearray, 1),
+    ord("U"): _sized(_UINT1, _text_or_bytes),
+    ord("T"): _sized(_INT4, _text_or_bytes),
     # containers
     ord("("): _simple(Machine.mark),
     ord(")"): _constant(()),
-    0x85: _tuple_1,
-    0x86: _tuple_2,
-    0x87: _tuple_3,
+    0x85: _short_tuple(1),
+    0x86: _short_tuple(2),
+    0x87: _short_tuple(3),
     ord("t"): _simple(_tuple),
     ord("]"): _container(list, 100),
-    ord("l"): _simple(_list),
     ord("a"): _simple(_append),
     ord("e"): _simple(lambda machine: machine.append(machine.pop_mark())),
     ord("}"): _container(dict, 100),
-    ord("d"): _simple(_dict),
     ord("s"): _simple(_set_item),
     ord("u"): _simple(lambda machine: machine.set_items(machine.pop_mark())),
     0x8F: _container(set, 300),
@@ -342,24 +228,18 @@ _BY_CODE: dict[int, _Handler] = {
     # stack and memo
     ord("0"): _simple(_pop),
     ord("1"): _simple(lambda machine: machine.pop_mark().clear()),
-    ord("2"): _simple(lambda machine: machine.stack.append(machine.stack[-1])),
     0x94: _memoize,
-    ord("q"): _put(_UINT1),
-    ord("r"): _put(_UINT4),
-    ord("p"): _put_line,
+    ord("q"): _fixed(_UINT1, Machine.remember),
+    ord("r"): _fixed(_UINT4, Machine.remember),
     ord("h"): _short_get,
-    ord("j"): _get(_UINT4),
-    ord("g"): _get_line,
+    ord("j"): _fixed(_UINT4, lambda machine, index: machine.stack.append(machine.memo[index])),
     # classes and objects
     ord("c"): _global,
     0x93: _simple(_stack_global),
-    ord("i"): _instance_line,
-    ord("o"): _simple(_object),
     ord("R"): _simple(_reduce),
     0x81: _simple(_new_object),
     0x92: _simple(_new_object_with_names),
     ord("b"): _simple(Machine.build),
-    ord("P"): _persistent_line,
     ord("Q"): _simple(lambda machine: machine.resolve(machine.stack.pop())),
 }
 
