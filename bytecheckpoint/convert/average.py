@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,14 +19,13 @@ from ..checkpoint.selection import Exclusion
 from ..checkpoint.values import StoredValue
 from ..engine.tensor_bytes import as_bytes
 from ..errors import MismatchError, NameNotFoundError, UsageError
-from ..format.manifest import COMPANION, timestamp
+from ..format.manifest import timestamp
 from ..load.matching import fault_lines
 from ..runtime.modes import default_modes
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
-from .related import kept_files
-from .reshard import chosen_part, encoded_values, plan_files
-from .rewriter import PIECE_BYTES, OutputTensor, Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
+from .reshard import chosen_part, whole_files
+from .rewriter import PIECE_BYTES, OutputTensor, Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
 
 _ADVICE = {
     "section": "",
@@ -118,17 +117,13 @@ def average(
     )
     part = replace(first.part, manifest=manifest, crcs=None)
     attempt = new_attempt()
-    outputs = list(plan_files(manifest, max(len(first.index.manifest.files), 1), "whole", attempt))
-    values = encoded_values(first.values.values(), first.index.url, attempt)
-    owner = manifest.sections[0].name
-    kept = kept_files(checkpoints[0]) if owner == "model" else {}
-    values += [ValuesFile(f"{attempt}/{name}", owner, COMPANION, 0, document) for name, document in kept.items()]
+    outputs = whole_files(part, checkpoints[0], attempt)
     with cleanup_on_failure(lambda: remove_attempt(store, attempt)), ExitStack() as stack:
         readers = [stack.enter_context(Rewriter(one.index)) for one in contents]
-        sources = [_Source(reader, one.rows) for reader, one in zip(readers, contents, strict=True)]
+        sources = [(reader, one.rows) for reader, one in zip(readers, contents, strict=True)]
         averager = stack.enter_context(_Averager(part, sources, shares))
         copied = averager.check_integers()
-        new = averager.write_all(store, attempt, outputs, progress, values)
+        new = averager.write_all(store, attempt, outputs, progress)
         stack.close()  # checks the CRC-32s of other systems' files
         commit(store, new, may_replace=False)
     return AverageReport(
@@ -176,12 +171,7 @@ class _Contents:
             )
         part = chosen_part(checkpoint.index, {name: name for name in sections}, exclude)
         rows = {full: row for row, full in enumerate(checkpoint.manifest.tensors.names) if full}
-        values = {
-            (value.section, value.path, value.rank): value
-            for name in sections
-            for value in checkpoint.index.values(section=name)
-            if not exclude(value.name)
-        }
+        values = {(value.section, value.path, value.rank): value for value in part.foreign_values}
         kept = [full for full in part.manifest.tensors.names if full in rows]
         return cls(checkpoint.index, part, {full: rows[full] for full in kept}, values)
 
@@ -218,18 +208,14 @@ def _raise(faults: Sequence[tuple[str, str, str]]) -> None:
         raise MismatchError("\n".join([head, *fault_lines(faults, (), _ADVICE)]), list(faults))
 
 
-@dataclass(frozen=True)
-class _Source:
-    reader: Rewriter
-    rows: Mapping[str, int]
-
-
 class _Averager(Rewriter):
-    """Writes the averages of ``sources``, which have the tensors of ``part`` in rows of other numbers."""
+    """Writes the averages of ``sources``, which have the tensors of ``part`` in rows of other numbers, by name."""
 
     piece_bytes = PIECE_BYTES // 8  # several are held at once, in wider dtypes
 
-    def __init__(self, part: Index, sources: Sequence[_Source], shares: Sequence[float]) -> None:
+    def __init__(
+        self, part: Index, sources: Sequence[tuple[Rewriter, Mapping[str, int]]], shares: Sequence[float]
+    ) -> None:
         super().__init__(part)
         self._names = list(part.manifest.tensors.names)
         self._sources, self._shares = sources, shares
@@ -243,7 +229,7 @@ class _Averager(Rewriter):
             meta = tensors.meta_of(row)
             whole = OutputTensor("", row, Box.whole(meta.shape), meta.dtype)
             for batch in self._batches([whole]):
-                first, *others = (self._of(source, batch) for source in self._sources)
+                first, *others = self._found(batch)
                 if any(
                     not torch.equal(as_bytes(a), as_bytes(b))
                     for other in others
@@ -254,19 +240,14 @@ class _Averager(Rewriter):
         _raise(faults)
         return len(rows)
 
-    def _of(self, source: _Source, batch: Sequence[OutputTensor]) -> list[torch.Tensor]:
-        stored = [self._manifest.tensors.meta_of(one.row).dtype for one in batch]
-        return source.reader._read_all(
-            [
-                replace(one, row=source.rows[self._names[one.row]], dtype=dtype)
-                for one, dtype in zip(batch, stored, strict=True)
-            ]
-        )
+    def _found(self, batch: Sequence[OutputTensor]) -> Iterator[list[torch.Tensor]]:
+        """What each of the sources has stored."""
+        for reader, rows in self._sources:
+            yield reader._read_all([replace(one, row=rows[self._names[one.row]]) for one in batch])
 
     def _read_all(self, batch: Sequence[OutputTensor], memory: torch.Tensor | None = None) -> list[torch.Tensor]:
         sums: list[torch.Tensor] = []
-        for source, share in zip(self._sources, self._shares, strict=True):
-            found = self._of(source, batch)
+        for found, share in zip(self._found(batch), self._shares, strict=True):
             if not sums:
                 sums = [
                     _start(tensor, share) if _is_averaged(one.dtype) else tensor

@@ -11,13 +11,11 @@ from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
 from ..checkpoint.selection import Exclusion
 from ..errors import UsageError
-from ..foreign.naming import MODEL_SECTION
-from ..format.manifest import COMPANION, timestamp
+from ..format.manifest import timestamp
 from ..frameworks.sections import check_state
 from ..runtime.modes import default_modes
-from .related import kept_files
-from .reshard import chosen_part, plan_files, values_of
-from .rewriter import Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
+from .reshard import chosen_part, whole_files
+from .rewriter import Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
 
 
 @dataclass(frozen=True)
@@ -95,16 +93,10 @@ def import_checkpoint(
     manifest = chosen.manifest
     manifest = replace(manifest, step=manifest.step if step is None else step, created=timestamp())
     attempt = new_attempt()
-    outputs = list(plan_files(manifest, max(len(index.manifest.files), 1), "whole", attempt))
-    values = values_of(chosen, attempt)
-    # The configuration and the like belong to the model, or to the only section.
-    owner = MODEL_SECTION if manifest.section_index(MODEL_SECTION) is not None else manifest.sections[0].name
-    values += [
-        ValuesFile(f"{attempt}/{name}", owner, COMPANION, 0, document) for name, document in kept_files(source).items()
-    ]
+    outputs = whole_files(chosen, source, attempt)
     with cleanup_on_failure(lambda: remove_attempt(store, attempt)):
         with Rewriter(replace(chosen, manifest=manifest)) as rewriter:
-            new = rewriter.write_all(store, attempt, outputs, progress, values)
+            new = rewriter.write_all(store, attempt, outputs, progress)
         commit(store, new, may_replace=False)
     names = tuple(one.name for one in manifest.sections)
     files = tuple(index.manifest.files.name)

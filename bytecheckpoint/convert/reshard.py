@@ -23,7 +23,8 @@ from ..checkpoint.values import StoredValue, values_files
 from ..engine.files import data_key
 from ..engine.reading.stored_files import read_stored_file
 from ..errors import NameCollisionError, StateError, UsageError
-from ..format.manifest import Manifest, SectionInfo
+from ..foreign.naming import MODEL_SECTION
+from ..format.manifest import COMPANION, Manifest, SectionInfo
 from ..format.safetensors import shard_name
 from ..format.values import encode_values_file, unread_in
 from ..frameworks.sections import split_rank_name
@@ -33,7 +34,8 @@ from ..tensors.geometry import Box
 from ..tensors.shards import Path
 from ..tensors.tables import TensorTable
 from ..version import HEADER_METADATA
-from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
+from .related import kept_files
+from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
 
 Layout = Literal["whole", "sharded"]
 
@@ -125,24 +127,37 @@ def reshard(
     refuse_checkpoint(store, checkpoint.url)
     attempt = new_attempt()
     manifest = checkpoint.manifest
-    outputs = list(plan_files(manifest, files, layout, attempt))
-    plans = [ReshardedFile(out.key, out.section, len(out.tensors), out.size) for out in outputs]
     # Companions describe the old files and would be wrong for the new ones.
-    values = values_of(checkpoint.index, attempt)
-    plans += [ReshardedFile(one.key, one.section, 0, len(one.document)) for one in values]
+    values = _values_of(checkpoint.index, attempt)
+    outputs = [*_tensor_files(manifest, files, layout, attempt), *values]
+    plans = [ReshardedFile(out.key, out.section, len(out.tensors), out.size) for out in outputs]
     bytes_to_read = manifest.nbytes + int(manifest.files.head_length.sum())
     bytes_read = 0
     if not dry_run:
         with cleanup_on_failure(lambda: remove_attempt(store, attempt)):
             with Rewriter(checkpoint.index) as rewriter:
-                new = rewriter.write_all(store, attempt, outputs, progress, values)
-            bytes_read = rewriter.bytes_read + sum(len(one.document) for one in values)
+                new = rewriter.write_all(store, attempt, outputs, progress)
+            bytes_read = rewriter.bytes_read + sum(one.size for one in values)
             commit(store, new, may_replace=False)
     return ReshardReport(store.url, layout, dry_run, tuple(plans), bytes_to_read, bytes_read)
 
 
-def plan_files(manifest: Manifest, files: int, layout: Layout, attempt: str) -> Iterator[OutputFile]:
-    """Lay out the files of a new checkpoint (see ``reshard``)."""
+def whole_files(part: Index, source: Checkpoint, attempt: str) -> list[OutputFile]:
+    """Return the files of a new checkpoint: a ``chosen_part`` with whole tensors, and the related files of its source.
+
+    Raises ``StateError`` for an object in another system's checkpoint that this library does not read.
+    """
+    manifest = part.manifest
+    files = list(_tensor_files(manifest, max(len(source.manifest.files), 1), "whole", attempt))
+    files += _encoded_values(part.foreign_values, part.url, attempt)
+    # The configuration and the like belong to the model, or to the only section.
+    owner = MODEL_SECTION if manifest.section_index(MODEL_SECTION) is not None else manifest.sections[0].name
+    kept = kept_files(source)
+    return files + [OutputFile(f"{attempt}/{name}", owner, kept[name], kind=COMPANION) for name in kept]
+
+
+def _tensor_files(manifest: Manifest, files: int, layout: Layout, attempt: str) -> Iterator[OutputFile]:
+    """Lay out the files of tensors (see ``reshard``)."""
     for section in manifest.sections:
         parts: list[list[OutputTensor]] = [[] for _ in range(files)]
         whole: list[OutputTensor] = []
@@ -185,28 +200,24 @@ def _balance(tensors: Sequence[OutputTensor], parts: Sequence[list[OutputTensor]
         heapq.heappush(loads, (load + tensor.nbytes, index))
 
 
-def values_of(index: Index, attempt: str) -> list[ValuesFile]:
-    """Return the files of plain values for a new checkpoint, whose bytes are the same in every layout.
-
-    Raises ``StateError`` for an object in another system's checkpoint that this library does not read.
-    """
+def _values_of(index: Index, attempt: str) -> list[OutputFile]:
+    """Return the files of plain values for a new checkpoint, whose bytes are the same in every layout."""
     if not index.is_own:
-        return encoded_values(index.values(), index.url, attempt)
+        return _encoded_values(index.values(), index.url, attempt)
     files = index.manifest.files
     return [
-        ValuesFile(
+        OutputFile(
             f"{attempt}/{files.name[row].rpartition('/')[2]}",
             index.manifest.section_name(int(files.section[row])),
-            files.kind[row],
-            int(files.rank[row]),
             read_stored_file(index.data, index.manifest, row, head_only=False),
+            kind=files.kind[row],
+            rank=int(files.rank[row]),
         )
         for row in values_files(index.manifest)
     ]
 
 
-def encoded_values(values: Iterable[StoredValue], url: str, attempt: str) -> list[ValuesFile]:
-    """Return the files of plain values for a new checkpoint. Raises ``StateError`` for an object that is not read."""
+def _encoded_values(values: Iterable[StoredValue], url: str, attempt: str) -> list[OutputFile]:
     values = list(values)
     unread = {value.name: found.what for value in values if (found := unread_in(value.decode()))}
     if unread:
@@ -215,33 +226,27 @@ def encoded_values(values: Iterable[StoredValue], url: str, attempt: str) -> lis
     groups: dict[tuple[str, int | None], list[tuple[Path, bool, bytes]]] = {}
     for value in values:
         groups.setdefault((value.section, value.rank), []).append((value.path, value.rank is None, value.encoded))
-    return [
-        ValuesFile(
-            data_key(attempt, section, rank or 0, "values" if rank is None else "rank_values"),
-            section,
-            "values" if rank is None else "rank_values",
-            rank or 0,
-            encode_values_file(entries),
-        )
-        for (section, rank), entries in groups.items()
-    ]
+    files = []
+    for (section, rank), entries in groups.items():
+        kind = "values" if rank is None else "rank_values"
+        key = data_key(attempt, section, rank or 0, kind)
+        files.append(OutputFile(key, section, encode_values_file(entries), kind=kind, rank=rank or 0))
+    return files
 
 
 def chosen_part(index: Index, sections: Mapping[str, str], exclude: Exclusion) -> Index:
     """Return the index of some sections, by their new names, without what is excluded.
 
-    It has no checksums, and no values of a checkpoint of this library. Raises ``NameCollisionError``.
+    It has no checksums, and holds its values itself. Raises ``NameCollisionError``.
     """
     old = index.manifest
-
     names: dict[str, str] = {}  # the new full name of each kept tensor
     rows: list[tuple[str, str, Any]] = []
     for row, full in enumerate(old.tensors.names):
-        fqn = old.tensors.fqn_of(row)
-        if old.tensors.section_of(row) in sections and not exclude(full):
-            names[full] = _full_name(sections[old.tensors.section_of(row)], fqn)
-            rows.append((sections[old.tensors.section_of(row)], fqn, old.tensors.meta_of(row)))
-    _refuse_collisions(names)
+        section, fqn = sections.get(old.tensors.section_of(row)), old.tensors.fqn_of(row)
+        if section is not None and not exclude(full):
+            names[full] = _full_name(section, fqn)
+            rows.append((section, fqn, old.tensors.meta_of(row)))
     kept = np.array([full in names for full in old.tensors.names], bool)
     shards = np.flatnonzero(kept[old.shards.tensor])
     moved = old.shards.take(shards)
@@ -259,7 +264,7 @@ def chosen_part(index: Index, sections: Mapping[str, str], exclude: Exclusion) -
     views = None if index.views is None else index.views.take(shards[order])
     values = tuple(
         one._replace(section=sections[one.section])
-        for one in (index.foreign_values if index.is_own else index.values())
+        for one in index.values()
         if one.section in sections and not exclude(one.name)
     )
     return replace(index, manifest=manifest, foreign_values=values, views=views, names=None)
@@ -269,11 +274,3 @@ def _full_name(section: str, fqn: str) -> str:
     if not fqn or split_rank_name(fqn)[1] is not None:
         raise NameCollisionError(f"{fqn!r:.200}: a name cannot be empty or end in @<number>; rename it")
     return f"{section}.{fqn}"
-
-
-def _refuse_collisions(names: Mapping[str, str]) -> None:
-    seen: dict[str, str] = {}
-    for old, new in names.items():
-        if new in seen:
-            raise NameCollisionError(f"{seen[new]!r:.200} and {old!r:.200} would both become {new!r:.200}")
-        seen[new] = old

@@ -23,12 +23,14 @@ from ..checkpoint.index import Index
 from ..engine.checksums import ChunkHasher, chunk_size_for
 from ..engine.reading.reader import ReadPart, ShardReader
 from ..engine.tensor_bytes import box_view, byte_view
+from ..engine.writing import WrittenFile
 from ..errors import CommitUnknownError, KeyExistsError, KeyNotFoundError
-from ..format.checksums import Checksums, checksum_column, checksum_of, empty_checksums
-from ..format.manifest import MANIFEST_KEY, FileTable, Manifest, timestamp
+from ..format.checksums import checksum_of, empty_checksums
+from ..format.manifest import MANIFEST_KEY, Manifest, timestamp
 from ..format.safetensors import HeaderEntry, build_header
 from ..planners import plan_load, split_box
 from ..runtime.threads import Threads
+from ..save.record import file_table
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
@@ -86,12 +88,17 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """The layout of an output file: its padded header, then ``tensors`` back to back."""
+    """The layout of an output file: its padded header, then ``tensors`` back to back.
+
+    The header of a file of plain values is its whole document. ``kind`` and ``rank`` are columns of the manifest.
+    """
 
     key: str
     section: str
     head: bytes
-    tensors: tuple[OutputTensor, ...]
+    tensors: tuple[OutputTensor, ...] = ()
+    kind: str = "tensors"
+    rank: int = 0
 
     @classmethod
     def lay_out(cls, key: str, section: str, tensors: Sequence[OutputTensor], note: dict[str, str]) -> OutputFile:
@@ -117,17 +124,6 @@ class OutputFile:
         """Return the offset of each tensor from the end of the header."""
         sizes = np.array([tensor.nbytes for tensor in self.tensors], np.int64)
         return np.cumsum(sizes) - sizes
-
-
-@dataclass(frozen=True)
-class ValuesFile:
-    """A file of plain values: its whole document, and its columns in the manifest."""
-
-    key: str
-    section: str
-    kind: str
-    rank: int
-    document: bytes
 
 
 class Rewriter:
@@ -255,8 +251,8 @@ class Rewriter:
 
     def write(
         self, target: StorageBackend, file: OutputFile, progress: Progress, *, chunk_size: int = PIECE_BYTES
-    ) -> Checksums:
-        """Write one file and make it durable. Return the checksums of its tensors' chunks, in file order.
+    ) -> WrittenFile:
+        """Write one file and make it durable. Return it with the checksums of its tensors' chunks, in file order.
 
         On an error the file is removed. If the store shows files that are being written, the header is written last:
         until then the file starts with zeros, which no reader accepts as safetensors.
@@ -275,43 +271,19 @@ class Rewriter:
             if not target.atomic_writer:
                 writer.write(0, file.head)
             writer.complete()
-        return hasher.checksums()
+        if not file.tensors:
+            progress(len(file.head))
+        head = len(file.head), checksum_of(file.head)
+        return WrittenFile(file.key, file.size, *head, chunk_size, file.section, file.kind, hasher.checksums())
 
     def write_all(
-        self,
-        target: StorageBackend,
-        attempt: str,
-        files: Sequence[OutputFile],
-        progress: Progress,
-        values: Sequence[ValuesFile] = (),
+        self, target: StorageBackend, attempt: str, files: Sequence[OutputFile], progress: Progress
     ) -> Manifest:
         """Write all files of a new checkpoint, and return its manifest, which is not committed."""
         old = self._manifest
         chunk_size = chunk_size_for(sum(file.data_size for file in files))
-        checksums = [self.write(target, file, progress, chunk_size=chunk_size) for file in files]
-        index = {section.name: i for i, section in enumerate(old.sections)}
+        written = [self.write(target, file, progress, chunk_size=chunk_size) for file in files]
         tensors = [(number, tensor) for number, file in enumerate(files) for tensor in file.tensors]
-
-        for one in values:
-            with target.create(one.key, len(one.document)) as writer:
-                writer.write(0, one.document)
-                writer.complete()
-            progress(len(one.document))
-        heads = [file.head for file in files] + [one.document for one in values]
-        table = FileTable(
-            name=[file.key for file in files] + [one.key for one in values],
-            size=np.array([file.size for file in files] + [len(one.document) for one in values], np.int64),
-            section=np.array(
-                [index[name] for name in [f.section for f in files] + [v.section for v in values]], np.int64
-            ),
-            # One process writes the tensors. Values of single ranks refer to the rank that saved them.
-            rank=np.array([0] * len(files) + [one.rank for one in values], np.int64),
-            kind=["tensors"] * len(files) + [one.kind for one in values],
-            head_length=np.array([len(head) for head in heads], np.int64),
-            head_checksum=checksum_column(map(checksum_of, heads)),
-            chunk_size=np.full(len(heads), chunk_size, np.int64),
-            codec=["raw"] * len(heads),
-        )
         return Manifest.assemble(
             library_version=VERSION,
             step=old.step,
@@ -320,13 +292,17 @@ class Rewriter:
             attempt=attempt,
             metadata=old.metadata,
             sections=old.sections,
-            files=table,
+            # One process writes the tensors. Values of single ranks refer to the rank that saved them.
+            files=file_table(
+                [(file.rank, one) for file, one in zip(files, written, strict=True)],
+                {section.name: number for number, section in enumerate(old.sections)},
+            ),
             tensors=old.tensors,
             scope=old.scope,
             shards=BoxTable.build([(tensor.row, tensor.box) for _, tensor in tensors]),
             shard_file=np.array([number for number, _ in tensors], np.int64),
             shard_offset=np.concatenate([np.empty(0, np.int64), *(file.offsets() for file in files)]),
-            checksums=np.concatenate([empty_checksums(), *checksums]),
+            checksums=np.concatenate([empty_checksums(), *(one.checksums for one in written)]),
             aliases=list(old.aliases),
         )
 
