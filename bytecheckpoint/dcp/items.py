@@ -8,6 +8,7 @@ own state dict, say) and entries whose name no section can have share the sectio
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from ..errors import NameCollisionError, PlanError, UnserializableError
+from ..checkpoint.location import Location
+from ..errors import NameCollisionError, PlanError, UnserializableError, UnsupportedURLError
 from ..format.values import Container, path_name
 from ..frameworks.base import Context
 from ..frameworks.digests import tensor_digest
@@ -30,55 +32,23 @@ from ..tensors.shards import SectionSource, Shard, basic_meta
 _ZIP = b"PK"  # the first bytes of what torch.save writes
 
 METADATA_KEY = "dcp"
-"""The entry of a checkpoint's metadata with what its tree does not state about the items of DCP."""
+"""The entry of a checkpoint's metadata with what its tree does not state about the items of DCP.
+
+``top_level`` is the section of the entries at the top level of the state dict that are no sections, or empty. If
+``flattened`` is false, the planner did not flatten the state dict, and each entry at its top level is one item.
+"""
 
 _TOP_LEVEL = ("model", "top_level")
 _ROOT_STATE = "_extra_state"  # of a module that is itself the state dict
 
 
-@dataclass(frozen=True)
-class StoredAs:
-    """What a checkpoint records, under ``METADATA_KEY``, about the state dict that DCP saved.
-
-    Attributes:
-        top_level: The section of the entries at the top level of the state dict that are no sections; empty if none is.
-        flattened: Whether the planner flattened the state dict. Otherwise each entry at its top level is one item.
-    """
-
-    top_level: str = ""
-    flattened: bool = True
-
-    def to_metadata(self) -> dict[str, Any]:
-        """Return plain values for the manifest."""
-        return {METADATA_KEY: {"top_level": self.top_level, "flattened": self.flattened}}
-
-    @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any]) -> StoredAs:
-        """Return what the manifest records; the default for a checkpoint that DCP has not saved."""
-        found = metadata.get(METADATA_KEY)
-        if not isinstance(found, Mapping):
-            return cls()
-        return cls(str(found.get("top_level", "")), bool(found.get("flattened", True)))
-
-
-@dataclass(frozen=True)
-class ItemPaths:
-    """Where one rank's items are stored. ``paths`` are the keys that lead to each, as the planner recorded them."""
-
-    paths: Mapping[str, Path]
-    top_level: str
-
-    @classmethod
-    def of(cls, planner_data: object, top_level: str) -> ItemPaths:
-        """Use what a planner recorded if it has the form in which DCP's own planner records it."""
-        return cls(_recorded_paths(planner_data), top_level)
-
-    def place(self, fqn: str, *, is_tensor: bool) -> tuple[str, Path]:
-        """Return the section of an item, and its path inside it."""
-        path = self.paths.get(fqn, (fqn,))
-        if _is_in_section(path, is_tensor=is_tensor):
-            return str(path[0]), path[1:]
-        return self.top_level, path
+def is_served(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether a storage backend serves a path or URL."""
+    try:
+        Location(checkpoint_id).open()
+    except UnsupportedURLError:
+        return False
+    return True
 
 
 def top_level_section(plans: Iterable[SavePlan]) -> str:
@@ -113,6 +83,7 @@ def describe_containers(section: str, leaves: Iterable[tuple[Path, bool]]) -> di
 
 
 def _recorded_paths(planner_data: object) -> dict[str, Path]:
+    """The keys that lead to each item, if the planner recorded them in the form in which DCP's own planner does."""
     if not isinstance(planner_data, Mapping):
         return {}
     return {
@@ -123,10 +94,7 @@ def _recorded_paths(planner_data: object) -> dict[str, Path]:
 
 
 def _is_in_section(path: Path, *, is_tensor: bool) -> bool:
-    first = path[0]
-    if not is_section_name(first):
-        return False
-    return len(path) > 1 or not (is_tensor or first == _ROOT_STATE)
+    return is_section_name(path[0]) and (len(path) > 1 or not (is_tensor or path[0] == _ROOT_STATE))
 
 
 @dataclass
@@ -141,9 +109,9 @@ class SectionItems:
 
 
 def resolve_items(
-    plan: SavePlan, planner: SavePlanner, paths: ItemPaths, *, compare: bool = False
+    plan: SavePlan, planner: SavePlanner, top_level: str, *, compare: bool = False
 ) -> dict[str, SectionItems]:
-    """Request every item from the planner; return them by section.
+    """Request every item from the planner; return them by section. Those that are in no section are in ``top_level``.
 
     With ``compare``, tensors that DCP describes as whole get digests, by which the ranks find out whether they are
     replicas.
@@ -152,9 +120,12 @@ def resolve_items(
         StateError: An item cannot be stored, or two items would be stored under one name.
     """
     sections: dict[str, SectionItems] = {}
+    paths = _recorded_paths(plan.planner_data)
     for item in plan.items:
         is_tensor = item.type != WriteItemType.BYTE_IO
-        section, path = paths.place(item.index.fqn, is_tensor=is_tensor)
+        section, path = top_level, paths.get(item.index.fqn, (item.index.fqn,))
+        if _is_in_section(path, is_tensor=is_tensor):
+            section, path = str(path[0]), path[1:]
         items = sections.setdefault(section, SectionItems())
         data = planner.resolve_data(item)
         if isinstance(data, torch.Tensor):

@@ -27,7 +27,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpointer import session_of
 from ..convert.state_dicts import StoredTensorRef
-from ..errors import MismatchError, UnsupportedURLError
+from ..errors import MismatchError
 from ..frameworks.tree_paths import value_like
 from ..load.matching import refuse_cast
 from ..load.options import Cast, LoadOptions, LoadRequest
@@ -37,6 +37,7 @@ from ..storage_backends import url_text
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import basic_meta, torch_dtype
+from .items import is_served
 from .stored_items import StoredItems
 
 
@@ -208,11 +209,7 @@ class Reader(StorageReader):
         Returns:
             False if the URL has a scheme that no backend serves.
         """
-        try:
-            Location(checkpoint_id).open()
-        except UnsupportedURLError:
-            return False
-        return True
+        return is_served(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:

@@ -25,7 +25,7 @@ from ..telemetry.trace import Timings
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta, Path
 from ..tensors.shards import basic_meta
-from ..tensors.tables import BoxTable, Int64, TensorTable
+from ..tensors.tables import BoxTable, TensorTable
 from ..version import HEADER_METADATA, VERSION
 from .items import SectionItems, describe_containers
 
@@ -77,21 +77,23 @@ class Share:
     used: bool = False
 
 
+_Key = tuple[str, str]
+"""Section and name of a tensor."""
+
+
 @dataclass(frozen=True, eq=False)
 class RankRecord:
     """What one rank wrote: its files, the tensors of which it has boxes, and each box in the order of the files.
 
-    ``file`` is an index of ``files``; ``offset`` counts from the data start. ``leaves`` are the items by section, with
+    A box has the index of its file, and its offset from the data start. ``leaves`` are the items by section, with
     their paths; ``aliases`` are pairs of full names.
     """
 
     attempt: str
     top_level: str
     files: list[WrittenFile]
-    tensors: TensorTable
-    boxes: BoxTable
-    file: Int64
-    offset: Int64
+    metas: dict[_Key, BasicMeta]
+    boxes: list[tuple[_Key, Box, int, int]]
     leaves: dict[str, list[tuple[Path, bool]]]
     aliases: list[tuple[str, str]]
 
@@ -113,23 +115,15 @@ def write_items(
         StorageError: A storage operation failed.
     """
     images: list[FileImage] = []
-    metas: dict[tuple[str, str], BasicMeta] = {}
-    boxes: list[tuple[int, Box]] = []
-    files: list[int] = []
-    offsets: list[int] = []
-    rows: dict[tuple[str, str], int] = {}
+    boxes: list[tuple[_Key, Box, int, int]] = []
     for section, items in sections.items():
         source = items.source
-        for fqn, meta in source.metas.items():
-            rows[section, fqn] = len(metas)
-            metas[section, fqn] = meta
         if source.shards:
             # Larger elements first, so that every tensor is aligned (docs/format.md).
             shards = sorted(source.shards, key=lambda shard: -shard.meta.dtype.itemsize)
             layout = lay_out_file(section, np.arange(len(shards)), shards, HEADER_METADATA)
-            boxes += [(rows[section, shard.fqn], shard.box) for shard in shards]
-            files += [len(images)] * len(shards)
-            offsets += layout.offsets
+            places = zip(shards, layout.offsets, strict=True)
+            boxes += [((section, shard.fqn), shard.box, len(images), int(offset)) for shard, offset in places]
             images.append(tensor_image(data_key(share.attempt, section, timings.rank, "tensors"), layout, shards))
         if source.values:
             entries = [
@@ -144,10 +138,8 @@ def write_items(
         share.attempt,
         share.top_level,
         written,
-        TensorTable.build([(section, fqn, meta) for (section, fqn), meta in metas.items()]),
-        BoxTable.build(boxes),
-        np.array(files, np.int64),
-        np.array(offsets, np.int64),
+        {(section, fqn): meta for section, items in sections.items() for fqn, meta in items.source.metas.items()},
+        boxes,
         {section: items.leaves for section, items in sections.items()},
         [
             (f"{section}.{alias}", f"{section}.{fqn}")
@@ -199,26 +191,23 @@ def assemble(
     written = [(rank, file) for rank, record in records for file in record.files]
     written += [(0, file) for file in _write_containers(backend, attempt, records, chunk_size, timings)]
     names = sorted({section for _, record in records for section in record.leaves})
-    tensors, new_rows = _merge_tensors(records)
-    shards: list[tuple[int, Box]] = []
-    files: list[int] = []
-    offsets: list[int] = []
-    empty: set[int] = set()
+    metas: dict[_Key, BasicMeta] = {}
+    boxes: list[tuple[_Key, Box, int, int]] = []
+    empty: set[_Key] = set()
     first_file = 0
-    for (_, record), rows in zip(records, new_rows, strict=True):
-        columns = zip(
-            record.boxes.tensor.tolist(), record.boxes, record.file.tolist(), record.offset.tolist(), strict=True
-        )
-        for tensor, box, file, offset in columns:
-            row = rows[tensor]
-            if not box.numel:  # all of a tensor without elements: several ranks may have it
-                if row in empty:
-                    continue
-                empty.add(row)
-            shards.append((row, box))
-            files.append(first_file + file)
-            offsets.append(offset)
+    for rank, record in records:
+        for key, meta in record.metas.items():
+            if metas.setdefault(key, meta) != meta:
+                raise PlanError(
+                    f"{'.'.join(key)}: rank {rank} wrote parts of {meta}, another rank parts of {metas[key]}"
+                )
+        for key, box, file, offset in record.boxes:
+            if box.numel or key not in empty:  # several ranks may have all of a tensor without elements
+                boxes.append((key, box, first_file + file, offset))
+            if not box.numel:
+                empty.add(key)
         first_file += len(record.files)
+    rows = {key: row for row, key in enumerate(metas)}
     checksums = [file.checksums for _, record in records for file in record.files]
     return Manifest.assemble(
         library_version=VERSION,
@@ -229,11 +218,11 @@ def assemble(
         metadata=dict(options.metadata),
         sections=[SectionInfo(name, "tree") for name in names],
         files=file_table(written, {name: index for index, name in enumerate(names)}),
-        tensors=tensors,
-        scope=np.full(len(tensors), -1, np.int64),
-        shards=BoxTable.build(shards),
-        shard_file=np.array(files, np.int64),
-        shard_offset=np.array(offsets, np.int64),
+        tensors=TensorTable.build([(*key, meta) for key, meta in metas.items()]),
+        scope=np.full(len(metas), -1, np.int64),
+        shards=BoxTable.build([(rows[key], box) for key, box, _, _ in boxes]),
+        shard_file=np.array([file for _, _, file, _ in boxes], np.int64),
+        shard_offset=np.array([offset for *_, offset in boxes], np.int64),
         checksums=np.concatenate([empty_checksums(), *checksums]),
         aliases=sorted({pair for _, record in records for pair in record.aliases}),
     )
@@ -266,20 +255,3 @@ def _write_containers(
             key = f"{attempt}/{section}-containers.msgpack"
             image = FileImage(key, section, "values", encode_values_file(entries))
             yield write_whole(backend, image, chunk_size, timings)
-
-
-def _merge_tensors(records: Sequence[tuple[int, RankRecord]]) -> tuple[TensorTable, list[list[int]]]:
-    """Return the tensors of all ranks, and by record the row of each of its tensors."""
-    merged: dict[tuple[str, str], tuple[int, BasicMeta]] = {}
-    new_rows = []
-    for rank, record in records:
-        table = record.tensors
-        rows = []
-        for row, meta in enumerate(table.metas(np.arange(len(table)))):
-            key = table.section_of(row), table.fqn_of(row)
-            number, known = merged.setdefault(key, (len(merged), meta))
-            if known != meta:
-                raise PlanError(f"{table.names[row]}: rank {rank} wrote parts of {meta}, another rank parts of {known}")
-            rows.append(number)
-        new_rows.append(rows)
-    return TensorTable.build([(section, fqn, meta) for (section, fqn), (_, meta) in merged.items()]), new_rows

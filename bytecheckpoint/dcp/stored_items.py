@@ -12,7 +12,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from ..checkpoint.checkpoint import Checkpoint
 from ..convert.state_dicts import Refused, StoredTensorRef, find_all, replace_all, section_state
 from ..tensors.metadata import Path
-from .items import StoredAs
+from .items import METADATA_KEY
 
 
 @dataclass
@@ -36,17 +36,18 @@ class StoredItems:
             CorruptionError: Stored bytes are damaged or missing.
             StorageError: The store failed.
         """
-        stored = StoredAs.from_metadata(checkpoint.metadata)
+        found = checkpoint.metadata.get(METADATA_KEY)
+        stored = found if isinstance(found, Mapping) else {}
         state: dict[str, Any] = {}
         others: dict[str, Any] = {}
         for section in checkpoint.sections:
             tree = section_state(checkpoint, section, rank=rank, allow_pickle=allow_pickle)
-            if section == stored.top_level and isinstance(tree, Mapping):
+            if section == stored.get("top_level") and isinstance(tree, Mapping):
                 state.update(tree)
             else:
                 state[section] = tree
                 others.update(_options_by_name(section, tree))
-        return cls.of_state(state, others) if stored.flattened else cls(state)
+        return cls.of_state(state, others) if stored.get("flattened", True) else cls(state)
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> StoredItems:

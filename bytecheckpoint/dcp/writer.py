@@ -8,7 +8,7 @@ import os
 import re
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -21,23 +21,20 @@ from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import check_replaceable, commit, remove_files
 from ..checkpoint.sweep import remove_files_of
 from ..checkpointer import session_of
+from ..convert.rewriter import refuse_checkpoint
 from ..engine.writing import check_space
 from ..errors import (
     CommitUnknownError,
     DisagreementError,
-    KeyExistsError,
-    KeyNotFoundError,
     PlanError,
-    UnsupportedURLError,
     UsageError,
 )
-from ..format.manifest import MANIFEST_KEY
 from ..frameworks.tree import CapturedSection
 from ..runtime.arguments import check_arguments, options_of
 from ..save.options import SaveOptions, SaveRequest
 from ..storage_backends import StorageBackend, url_text
 from ..telemetry.trace import Timings
-from .items import METADATA_KEY, ItemPaths, StoredAs, describe_containers, resolve_items, top_level_section
+from .items import METADATA_KEY, describe_containers, is_served, resolve_items, top_level_section
 from .record import RankRecord, Share, assemble, check_tiling, write_items
 
 _NOTE = "dcp-attempt"
@@ -104,7 +101,7 @@ class Writer(StorageWriter):
         self._overwrite = overwrite
         self.step, self.metadata = step, check_arguments({"metadata": metadata})["metadata"]
         self._fix_request()
-        self._remove: Callable[[], object] | None = None
+        self._remove: weakref.finalize[[StorageBackend, str, int], Writer] | None = None
         self._unsaved: tuple[SavePlan, SavePlanner] | None = None
         self._begin()
 
@@ -139,7 +136,8 @@ class Writer(StorageWriter):
         self._uses_collectives = bool(kwargs.get("use_collectives", True))
         if is_coordinator and self._uses_collectives:
             check_replaceable(self._backend())
-            self._check_overwrite()
+            if not self._overwrite:
+                refuse_checkpoint(self._backend())
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is.
@@ -177,7 +175,7 @@ class Writer(StorageWriter):
         self._remove = weakref.finalize(self, _remove_attempt, backend, attempt, os.getpid())
         if not is_complete:
             backend.put(_NOTE, attempt.encode())
-        share = Share(backend.url, attempt, top_level_section(plans), self._request(StoredAs()).chunk_size_for(nbytes))
+        share = Share(backend.url, attempt, top_level_section(plans), self._request().chunk_size_for(nbytes))
         return [dataclasses.replace(plan, storage_data=dataclasses.replace(share)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -201,8 +199,8 @@ class Writer(StorageWriter):
         if self._uses_collectives:
             backend = self._backend()
             share = self._share_of(plan, backend)
-            sections = resolve_items(plan, planner, ItemPaths.of(plan.planner_data, share.top_level))
-            engine, request = session_of().engine, self._request(StoredAs())
+            sections = resolve_items(plan, planner, share.top_level)
+            engine, request = session_of().engine, self._request()
             engine.check_usable()
             with engine.track_call():
                 record = write_items(
@@ -253,11 +251,7 @@ class Writer(StorageWriter):
         Returns:
             False if the URL has a scheme that no backend serves.
         """
-        try:
-            Location(checkpoint_id).open()
-        except UnsupportedURLError:
-            return False
-        return True
+        return is_served(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what planners may know of the save.
@@ -293,26 +287,13 @@ class Writer(StorageWriter):
         self._stated = self.step, check_arguments({"metadata": self.metadata})["metadata"]
         if METADATA_KEY in self.metadata:
             raise UsageError(f"the key {METADATA_KEY!r} of metadata is reserved; use another one")
-        self._request(StoredAs())
+        self._request()
 
-    def _request(self, stored: StoredAs) -> SaveRequest:
+    def _request(self, top_level: str = "", *, is_flattened: bool = True) -> SaveRequest:
         """Return the save, validated."""
         step, metadata = self._stated
-        metadata = {**metadata, **stored.to_metadata()}
+        metadata = {**metadata, METADATA_KEY: {"top_level": top_level, "flattened": is_flattened}}
         return SaveRequest.of(self._options, location=self._location, step=step, metadata=metadata)
-
-    def _check_overwrite(self) -> None:
-        if self._overwrite:
-            return
-        backend = self._backend()
-        try:
-            backend.stat(MANIFEST_KEY)
-        except KeyNotFoundError:
-            return
-        raise KeyExistsError(
-            f"{backend.url} already holds a checkpoint, which was not changed, because the Writer was created with "
-            f"overwrite=False; save to another path"
-        )
 
     def _share_of(self, plan: SavePlan, backend: StorageBackend) -> Share:
         share = plan.storage_data
@@ -335,31 +316,27 @@ class Writer(StorageWriter):
         return share
 
     def _commit(self, results: Sequence[Sequence[WriteResult]], *, is_flattened: bool) -> None:
+        assert self._remove is not None
         backend = self._backend()
         records = [(rank, of_rank[0].storage_data) for rank, of_rank in enumerate(results) if of_rank]
         for rank, record in records:
             if not isinstance(record, RankRecord):
                 raise PlanError(f"rank {rank} did not write with a bytecheckpoint.dcp.Writer, but returned {record!r}")
         top_level = next((record.top_level for _, record in records if record.top_level in record.leaves), "")
-        options = self._request(StoredAs(top_level, is_flattened))
+        options = self._request(top_level, is_flattened=is_flattened)
         timings = Timings("save", self._rank, backend.url)
         with timings.step("commit"):
             manifest = assemble(backend, self._attempt, records, options, timings, world_size=len(results))
             try:
                 replaced = commit(backend, manifest, may_replace=self._overwrite)
             except CommitUnknownError:
-                self._keep()
+                self._remove.detach()
                 raise
-        self._keep()
+        self._remove.detach()
         with timings.step("clean"):
             remove_files(backend, [_NOTE])
             if replaced is not None:
                 remove_files_of(backend, replaced)
-
-    def _keep(self) -> None:
-        """Do not remove the attempt: it is committed, or may be."""
-        if isinstance(self._remove, weakref.finalize):
-            self._remove.detach()
 
     def _save_together(self, *, is_flattened: bool) -> None:
         """Save the items of all ranks as ``bytecheckpoint.save`` does: it plans, writes and commits."""
@@ -368,14 +345,14 @@ class Writer(StorageWriter):
         top_level = top_level_section([plan])
 
         def make_state() -> dict[str, Any]:
-            if self._rank == 0:
-                self._check_overwrite()
-            sections = resolve_items(plan, planner, ItemPaths.of(plan.planner_data, top_level), compare=True)
+            if self._rank == 0 and not self._overwrite:
+                refuse_checkpoint(self._backend())
+            sections = resolve_items(plan, planner, top_level, compare=True)
             for section, items in sections.items():
                 items.source.values.update(describe_containers(section, items.leaves))
             return {section: CapturedSection(items.source) for section, items in sections.items()}
 
-        request = self._request(StoredAs(top_level, is_flattened))
+        request = self._request(top_level, is_flattened=is_flattened)
         session_of().save(lambda: request, make_state, is_async=False, deadline_s=request.deadline_s)
 
 
