@@ -10,7 +10,6 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.values import StoredValue, decoded_values, section_tree
 from ..errors import StateError
 from ..format.values import Container, decode_value
-from ..frameworks.tree_paths import is_sequence
 from ..tensors.metadata import Path
 
 _MODELS = frozenset({"module", "fsdp1", "deepspeed", "megatron"})
@@ -80,28 +79,6 @@ def section_state(
         return _optimizer_state_dict(values, rows)
     tree = section_tree(section, values, {fqn: StoredTensorRef(row) for fqn, row in rows.items()})
     return _model_state_dict(tree) if kind in _MODELS else tree
-
-
-def replace_all(node: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
-    """Return the tree with everything of a type replaced."""
-    if isinstance(node, kind):
-        return replace(node)
-    if isinstance(node, dict):
-        made = type(node)() if type(node).__init__ is dict.__init__ else {}
-        made.update((key, replace_all(item, kind, replace)) for key, item in node.items())
-        return made
-    if is_sequence(node):
-        return type(node)(replace_all(item, kind, replace) for item in node)
-    return node
-
-
-def find_all(node: Any, kind: type) -> list[Any]:
-    """Return everything of a type in a tree."""
-    if isinstance(node, kind):
-        return [node]
-    if isinstance(node, Mapping):
-        return [one for item in node.values() for one in find_all(item, kind)]
-    return [one for item in node for one in find_all(item, kind)] if is_sequence(node) else []
 
 
 def _model_state_dict(tree: Any) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.selection import Exclusion
 from ..errors import KeyExistsError, KeyNotFoundError, NameNotFoundError, StateError, UsageError
 from ..foreign.source_path import open_parent
+from ..frameworks.tree_paths import find_all
 from ..runtime.modes import default_modes
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from .rewriter import OutputTensor, Progress, Rewriter
 from .selection import output_dtype, parse_cast
-from .state_dicts import Refused, find_all, section_state
+from .state_dicts import Refused, section_state
 from .torch_layout import TorchLayout
 
 

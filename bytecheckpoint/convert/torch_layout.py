@@ -19,9 +19,10 @@ from torch.serialization import skip_data
 
 from ..engine.tensor_bytes import byte_view
 from ..errors import FormatError
+from ..frameworks.tree_paths import replace_all
 from ..storage_backends.base import ObjectWriter
 from .rewriter import OutputTensor, Progress
-from .state_dicts import StoredTensorRef, replace_all
+from .state_dicts import StoredTensorRef
 
 # The records of a zip archive (APPNOTE.TXT, section 4.3).
 _DESCRIPTOR = b"PK\x07\x08"  # the CRC-32 follows it

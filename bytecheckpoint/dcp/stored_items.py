@@ -10,7 +10,8 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..convert.state_dicts import Refused, StoredTensorRef, find_all, replace_all, section_state
+from ..convert.state_dicts import Refused, StoredTensorRef, section_state
+from ..frameworks.tree_paths import find_all, replace_all
 from ..tensors.metadata import Path
 from .items import METADATA_KEY
 

@@ -20,7 +20,8 @@ from ..format.checksums import checksum_of, empty_checksums
 from ..format.manifest import FileTable, Manifest, SectionInfo, pack_payload, validate_foreign
 from ..format.values import encode_value, path_name
 from ..frameworks.base import Context
-from ..frameworks.tree_capture import ROOT_TENSOR, Capture
+from ..frameworks.tree_capture import Capture
+from ..frameworks.tree_paths import replace_all
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
@@ -124,7 +125,7 @@ class IndexBuilder:
         """
         self._kinds.setdefault(section, "tree")
         capture = _TreeCapture(self, section)
-        capture.visit(capture.with_tensors(tree))
+        capture.visit(replace_all(tree, StoredLeaf, capture.stand_in))
         for path, value in capture.finish().values.items():
             self.add_value(section, path, value, rank)
 
@@ -218,34 +219,20 @@ class _TreeCapture(Capture):
     def __init__(self, builder: IndexBuilder, section: str) -> None:
         super().__init__(Context(section, {}))
         self._builder, self._section = builder, section
-        self._stand_ins: dict[int, torch.Tensor] = {}  # by the identity of the leaf
-        self._leaves: dict[int, StoredLeaf] = {}  # by the identity of the stand-in
-        self._names: dict[int, str] = {}
+        self._leaves: dict[torch.Tensor, StoredLeaf] = {}  # by stand-in
+        self._names: dict[StoredLeaf, str] = {}
 
-    def with_tensors(self, node: Any) -> Any:
-        """Return the tree with a meta tensor for each ``StoredLeaf``."""
-        if isinstance(node, StoredLeaf):
-            stand_in = self._stand_ins.get(id(node))
-            if stand_in is None:
-                stand_in = torch.empty(node.meta.shape, dtype=torch_dtype(node.meta), device="meta")
-                self._stand_ins[id(node)], self._leaves[id(stand_in)] = stand_in, node
-            return stand_in
-        if isinstance(node, dict):
-            return type(node)((key, self.with_tensors(child)) for key, child in node.items())
-        if type(node) in (list, tuple):
-            return type(node)(self.with_tensors(child) for child in node)
-        return node
+    def stand_in(self, leaf: StoredLeaf) -> torch.Tensor:
+        """Return a meta tensor for a leaf."""
+        made = torch.empty(leaf.meta.shape, dtype=torch_dtype(leaf.meta), device="meta")
+        self._leaves[made] = leaf
+        return made
 
-    def _tensor(self, tensor: torch.Tensor, path: Path, *, own: bool) -> None:
-        fqn = path_name(path or ROOT_TENSOR)
-        if fqn in self.paths:
-            raise NameCollisionError(
-                f"{self._where(path)}: the paths {self.paths[fqn]!r} and {path!r} both yield the tensor name {fqn!r}"
-            )
-        self.paths[fqn] = path
-        first = self._names.setdefault(id(tensor), fqn)
+    def _store(self, fqn: str, tensor: torch.Tensor, *, own: bool) -> None:
+        leaf = self._leaves[tensor]
+        first = self._names.setdefault(leaf, fqn)
         if first == fqn:
-            self._builder.add_tensor(self._section, fqn, self._leaves[id(tensor)])
+            self._builder.add_tensor(self._section, fqn, leaf)
         else:
             self._builder.add_alias(self._section, fqn, first)
 

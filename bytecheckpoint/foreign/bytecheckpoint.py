@@ -13,6 +13,7 @@ from ..checkpoint.index import Index
 from ..errors import KeyNotFoundError
 from ..format.values import UnreadObject
 from ..frameworks.optimizer_groups import same_value
+from ..frameworks.tree_paths import find_all
 from .archives import read_archive
 from .building import IndexBuilder
 from .dcp import DcpFolder
@@ -82,7 +83,7 @@ def _divide(found: list[Any]) -> tuple[Any, list[Any]]:
         return shared, [tree or _MISSING for tree in own]
     if all(_equal(found[0], one) for one in found):
         return found[0], nothing
-    if any(map(_has_tensor, found)):
+    if find_all(found, TensorRef):
         return UnreadObject("a tensor that differs between the ranks"), nothing
     return _MISSING, found
 
@@ -98,9 +99,3 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_equal, one, other))
     return same_value(one, other)
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_tensor, value.values()))
-    return any(map(_has_tensor, value)) if isinstance(value, (list, tuple)) else type(value) is TensorRef

@@ -83,9 +83,12 @@ class Capture:
                 "rename one key"
             )
         self.paths[fqn] = path
+        self._store(fqn, tensor, own=own)
+
+    def _store(self, fqn: str, tensor: torch.Tensor, *, own: bool) -> None:
         if tensor.is_meta:
             raise UnsupportedTensorError(
-                f"{self._where(path)} is on the meta device and has no values to store; materialize it first"
+                f"{self.context.section}.{fqn} is on the meta device and has no values to store; materialize it first"
             )
         # A single rank's tensor is stored under a name with its rank, which has no tied names.
         kind = tensor_kind(tensor)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
@@ -70,6 +70,25 @@ def kind_of(node: Any, where: str, *, root: bool = False) -> str:
 def is_sequence(node: object) -> bool:
     """Whether a node is a list, a tuple or a named tuple."""
     return type(node) in (list, tuple) or (isinstance(node, tuple) and hasattr(type(node), "_fields"))
+
+
+def replace_all(node: Any, kind: type | tuple[type, ...], replace: Callable[[Any], Any]) -> Any:
+    """Return a tree of dicts, lists and tuples with everything of a type replaced."""
+    if isinstance(node, kind):
+        return replace(node)
+    if type(node) in (dict, OrderedDict):
+        return type(node)((key, replace_all(item, kind, replace)) for key, item in node.items())
+    if type(node) in (list, tuple):
+        return type(node)(replace_all(item, kind, replace) for item in node)
+    return node
+
+
+def find_all(node: Any, kind: type | tuple[type, ...]) -> list[Any]:
+    """Return everything of a type in a tree."""
+    if isinstance(node, kind):
+        return [node]
+    items = node.values() if isinstance(node, Mapping) else node if isinstance(node, (list, tuple)) else ()
+    return [one for item in items for one in find_all(item, kind)]
 
 
 def with_lists(node: Any) -> Any:

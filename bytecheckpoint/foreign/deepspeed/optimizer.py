@@ -11,6 +11,7 @@ from ...format.values import UnreadObject
 from ...frameworks.optimizer import LOSS_SCALER
 from ...frameworks.optimizer_groups import group_path, options_of
 from ...frameworks.optimizer_state import MASTER, MASTERS_OF, empty_state_path, state_name, state_path
+from ...frameworks.tree_paths import find_all
 from ...tensors.geometry import decompose
 from ...tensors.metadata import BasicMeta
 from ..building import IndexBuilder, StoredBox, StoredLeaf
@@ -51,7 +52,7 @@ class FlatGroupWriter:
 
     def _options(self, found: Mapping[str, Any]) -> dict[str, Any]:
         tree = self._values.tree({key: value for key, value in found.items() if key != "params"})
-        plain = {key: UnreadObject("a tensor") if _has_tensor(value) else value for key, value in tree.items()}
+        plain = {key: UnreadObject("a tensor") if find_all(value, StoredLeaf) else value for key, value in tree.items()}
         return options_of(plain, f"{OPTIMIZER_SECTION}.param_groups")
 
     def _add_state(self, group: FlatGroup, member: Member) -> None:
@@ -97,7 +98,7 @@ class FlatGroupWriter:
 
     def _plain(self, value: Any) -> Any:
         tree = self._values.tree(value)
-        return UnreadObject("nested tensors for a flat tensor") if _has_tensor(tree) else tree
+        return UnreadObject("nested tensors for a flat tensor") if find_all(tree, StoredLeaf) else tree
 
     def _add_tensor(self, fqn: str, key: str, leaf: StoredLeaf) -> None:
         self._builder.add_tensor(OPTIMIZER_SECTION, state_name(fqn, key), leaf)
@@ -125,9 +126,3 @@ def add_scaler(builder: IndexBuilder, found: Any) -> None:
     if attributes.get("dynamic", attributes.get("dynamic_loss_scale")):
         scaler = {key: attributes[key] for key in _SCALER_KEYS if type(attributes.get(key)) in (int, float)}
         builder.add_value(OPTIMIZER_SECTION, (LOSS_SCALER, 0), scaler)
-
-
-def _has_tensor(tree: Any) -> bool:
-    if isinstance(tree, dict):
-        return any(map(_has_tensor, tree.values()))
-    return any(map(_has_tensor, tree)) if isinstance(tree, (list, tuple)) else isinstance(tree, StoredLeaf)

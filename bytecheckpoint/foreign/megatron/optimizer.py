@@ -18,6 +18,7 @@ from ...format.values import UnreadObject
 from ...frameworks.megatron.optimizer import GRAD_SCALER, NOT_OPTIONS
 from ...frameworks.optimizer_groups import group_path, options_of, same_value
 from ...frameworks.optimizer_state import MASTER, MASTERS_OF, empty_state_path, state_name, state_path
+from ...frameworks.tree_paths import replace_all
 from ..building import IndexBuilder, StoredLeaf
 from ..naming import MODEL_SECTION, OPTIMIZER_SECTION
 from ..pickles import Instance, TensorRef
@@ -182,10 +183,5 @@ def _groups_of(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _plain(builder: IndexBuilder, value: Any) -> Any:
     """A value with the contents of its tensors as numbers and lists."""
-    if type(value) is TensorRef:
-        return read_small(builder.backend, value).tolist()
-    if type(value) is dict:
-        return {key: _plain(builder, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(builder, item) for item in value)
-    return TorchValues(builder).tree(value)
+    read = replace_all(value, TensorRef, lambda tensor: read_small(builder.backend, tensor).tolist())
+    return TorchValues(builder).tree(read)
