@@ -228,7 +228,7 @@ class _TreeCapture(Capture):
         self._leaves[made] = leaf
         return made
 
-    def _store(self, fqn: str, tensor: torch.Tensor, *, own: bool) -> None:
+    def store(self, fqn: str, tensor: torch.Tensor, *, own: bool = False) -> None:
         leaf = self._leaves[tensor]
         first = self._names.setdefault(leaf, fqn)
         if first == fqn:

@@ -10,7 +10,7 @@ private attributes of FSDP-1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -20,11 +20,9 @@ from torch import nn
 
 from ..errors import StateError, UnsupportedTensorError
 from ..tensors.geometry import Box, row_major_strides
-from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
-from .base import Context
 from .dtensor import is_dtensor, loaded_class, sharding_of
 from .layout import ParamLayout, ParamPart
-from .module import ModuleAdapter, choose_stored_name
+from .module import ModuleAdapter, Packed
 from .module_tree import Slot, has_fsdp1, modules_of, named_submodules
 from .tensors import dense_view
 
@@ -59,55 +57,17 @@ class FSDP1Adapter(ModuleAdapter):
             layouts.update(flat.parameter_layouts())
         return layouts
 
-    def capture(self, obj: Any, context: Context) -> SectionSource:
-        source = super().capture(obj, context)
-        for flat in flat_params(modules_of(obj)):
-            _add_flat(source, flat, {original.fqns[0]: original.fqns[0] for original in flat.originals})
-            if context.trainable_only:
-                _leave_out(source, flat.frozen)
-        return source
-
-    def make_target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
-        target = super().make_target(obj, context, stored)
-        flats = flat_params(modules_of(obj))
-        for flat in flats:
-            names = [original.fqns for original in flat.originals]
-            _add_flat(target, flat, {tied[0]: choose_stored_name(tied, target, context, stored) for tied in names})
-        rest = target.apply
-
-        def apply(values: Mapping[Path, Any]) -> None:
-            rest(values)
-            for flat in flats:
-                flat.free_gathered()
-
-        target.apply = apply
-        return target
-
-
-def _leave_out(source: SectionSource, originals: Sequence[OriginalParam]) -> None:
-    """Remove what ``_add_flat`` added for these parameters."""
-    names = {fqn for original in originals for fqn in original.fqns}
-    source.left_out.update((fqn,) for fqn in names)
-    source.shards[:] = [shard for shard in source.shards if shard.fqn not in names]
-    for fqn in names:
-        source.metas.pop(fqn, None)
-        source.aliases.pop(fqn, None)
-
-
-def _add_flat(section: SectionSource | SectionTarget, flat: FlatParam, chosen: Mapping[str, str]) -> None:
-    """Add one flat parameter. ``chosen`` maps the first name of each tied parameter to the name to use."""
-    where = flat.originals[0].fqns[0]
-    shard = dense_view(where, flat.local_shard())
-    if shard.is_meta:
-        raise UnsupportedTensorError(
-            f"{where}: FSDP's flat parameter is on the meta device; materialize the model before saving or loading"
-        )
-    metas, shards = flat.layout.describe(shard, chosen.__getitem__)
-    section.metas.update(metas)
-    section.shards.extend(shards)
-    for original in flat.originals:
-        name = chosen[original.fqns[0]]
-        section.aliases.update({fqn: name for fqn in original.fqns if fqn != name})
+    def packed(self, modules: Sequence[nn.Module]) -> Sequence[Packed]:
+        return [
+            Packed(
+                [original.fqns for original in flat.originals],
+                flat.layout,
+                flat.local_shard,
+                flat.free_gathered,
+                flat.frozen,
+            )
+            for flat in flat_params(modules)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,10 +140,11 @@ class FlatParam:
             yield id(info.module), info.param_name
 
     @property
-    def frozen(self) -> list[OriginalParam]:
-        """The parameters that get no gradient."""
+    def frozen(self) -> frozenset[str]:
+        """The first names of the parameters that get no gradient."""
         params = self.flat._params if self.flat._params is not None else [self.flat] * len(self.originals)
-        return [original for original, param in zip(self.originals, params, strict=True) if not param.requires_grad]
+        pairs = zip(self.originals, params, strict=True)
+        return frozenset(original.fqns[0] for original, param in pairs if not param.requires_grad)
 
     @cached_property
     def layout(self) -> ParamLayout:
@@ -229,7 +190,12 @@ class FlatParam:
                 "backward; after .to() or .half(), run one forward pass first"
             )
         self._check_views(shard)
-        return shard.detach()
+        if shard.is_meta:
+            raise UnsupportedTensorError(
+                f"{self.originals[0].fqns[0]}: FSDP's flat parameter is on the meta device; materialize the model "
+                "before saving or loading"
+            )
+        return dense_view(self.originals[0].fqns[0], shard)
 
     def _check_views(self, shard: torch.Tensor) -> None:
         """Raise ``StateError`` if a parameter was given memory that FSDP copies back only in the next forward pass."""

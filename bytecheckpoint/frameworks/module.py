@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from ..errors import NameCollisionError, UnsupportedTensorError
@@ -62,6 +64,36 @@ def parameter_layouts(obj: Any) -> dict[int, ParamLayout]:
     return layouts
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Parameters of which a wrapper keeps this rank's part in a flat tensor.
+
+    ``ties`` has all names of each parameter; ``layout`` and ``frozen`` have the first ones. ``local_shard`` returns the
+    flat tensor, or raises ``StateError`` while the model does not compute with it. ``free_gathered`` drops copies with
+    which the next forward pass would compute otherwise.
+    """
+
+    ties: Sequence[tuple[str, ...]]
+    layout: ParamLayout
+    local_shard: Callable[[], torch.Tensor]
+    free_gathered: Callable[[], None]
+    frozen: frozenset[str] = frozenset()
+
+    def add_to(self, section: SectionSource | SectionTarget, chosen: Mapping[str, str]) -> None:
+        """Add the parameters whose first names are in ``chosen``, under the names there."""
+        if not chosen:
+            return
+        fqns = {fqn: shape for fqn, shape in self.layout.fqns.items() if fqn in chosen}
+        parts = tuple(part for part in self.layout.parts if part.fqn in chosen)
+        layout = self.layout._replace(parts=parts, fqns=fqns)
+        metas, shards = layout.describe(self.local_shard(), chosen.__getitem__)
+        section.metas.update(metas)
+        section.shards.extend(shards)
+        for first, *others in self.ties:
+            name = chosen.get(first)
+            section.aliases.update({fqn: name for fqn in (first, *others) if name is not None and fqn != name})
+
+
 class ModuleAdapter(Adapter):
     """Parameters and persistent buffers, under their names without the wrappers around the modules.
 
@@ -82,6 +114,10 @@ class ModuleAdapter(Adapter):
     def slots(self, modules: Sequence[nn.Module]) -> list[Slot]:
         """The tensors to store. A subclass leaves out those that its wrapper keeps elsewhere."""
         return [slot for slot in named_slots(modules) if slot.persistent]
+
+    def packed(self, modules: Sequence[nn.Module]) -> Sequence[Packed]:
+        """The parameters that a wrapper keeps in flat tensors; none here."""
+        return ()
 
     def parameter_layouts(self, obj: Any) -> dict[int, ParamLayout]:
         return parameter_layouts(obj)
@@ -125,6 +161,10 @@ class ModuleAdapter(Adapter):
         if extra.owners:
             capture.visit(extra, _EXTRA_STATE)
         capture.finish()
+        for one in self.packed(modules):
+            frozen = one.frozen if context.trainable_only else ()
+            source.left_out.update((fqn,) for names in one.ties if names[0] in frozen for fqn in names)
+            one.add_to(source, {names[0]: names[0] for names in one.ties if names[0] not in frozen})
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
@@ -144,6 +184,10 @@ class ModuleAdapter(Adapter):
         own = OwnStateTarget(find_own_state(named, loading=True), self.slots(modules), context, stored, target)
         for group in group_tied(own.slots):
             _add_target(target, group, context, stored)
+        packed = self.packed(modules)
+        for one in packed:
+            chosen = {names[0]: choose_stored_name(names, target, context, stored) for names in one.ties}
+            one.add_to(target, chosen)
         _note_transient_meta(modules, context)
         target.ignorable.update(path for path in stored.values if path[:1] == (ENGINE_COUNTERS,))
         restore = _extra_state_target(named, context, stored, target)
@@ -154,6 +198,8 @@ class ModuleAdapter(Adapter):
             if restore is not None:
                 restore(values)
             own.apply(values)
+            for one in packed:
+                one.free_gathered()
 
         target.apply = apply
         return target

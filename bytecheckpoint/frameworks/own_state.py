@@ -15,9 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import NameCollisionError, StateError, UnserializableError, UnsupportedTensorError
-from .digests import tensor_digest
 from .module_tree import EXTRA_STATE, Slot, clean_name, has_fsdp1, join_names, submodules, tie_key
-from .tensors import tensor_kind, tensor_shards
 from .tree_capture import Capture
 
 ENTRY = "_state_dict"
@@ -195,26 +193,15 @@ def _capture_entries(own: OwnState, entries: Entries, capture: Capture) -> None:
     try:
         for name, value in entries.more.items():
             if isinstance(value, torch.Tensor):
-                _add_tensor(capture, name, value)
+                if name in capture.source.metas or name in capture.source.aliases:
+                    raise NameCollisionError(f"{name} is also the name of another tensor; rename one")
+                # Like extra state: the module does not state whether ranks hold the same.
+                capture.store(name, value)
             else:
                 capture.visit(value, (ENTRY, name))
     except (UnsupportedTensorError, UnserializableError, NameCollisionError) as error:
         raise type(error)(f"{capture.context.section}: cannot store {own}: {error}") from error
     capture.visit(entries.versions, (VERSION,))
-
-
-def _add_tensor(capture: Capture, name: str, tensor: torch.Tensor) -> None:
-    source = capture.source
-    if name in source.metas or name in source.aliases:
-        raise NameCollisionError(f"{name} is also the name of another tensor; rename one")
-    if tensor.is_meta:
-        raise UnsupportedTensorError(f"{name} is on the meta device and has no values; load or initialize it first")
-    kind = tensor_kind(tensor)
-    source.metas[name], shards = tensor_shards(name, tensor, kind)
-    source.shards.extend(shards)
-    if capture.context.world_size > 1 and not kind.is_distributed:
-        # Like extra state: the module does not state whether ranks hold the same.
-        source.digests[name] = tensor_digest(source.metas[name], shards[0].tensor)
 
 
 def _is_same(value: object, tensor: torch.Tensor | None) -> bool:

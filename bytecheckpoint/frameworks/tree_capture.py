@@ -83,9 +83,10 @@ class Capture:
                 "rename one key"
             )
         self.paths[fqn] = path
-        self._store(fqn, tensor, own=own)
+        self.store(fqn, tensor, own=own)
 
-    def _store(self, fqn: str, tensor: torch.Tensor, *, own: bool) -> None:
+    def store(self, fqn: str, tensor: torch.Tensor, *, own: bool = False) -> None:
+        """Add a tensor under a name that no other one has."""
         if tensor.is_meta:
             raise UnsupportedTensorError(
                 f"{self.context.section}.{fqn} is on the meta device and has no values to store; materialize it first"

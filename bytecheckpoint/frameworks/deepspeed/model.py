@@ -18,12 +18,12 @@ from ...tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from ..base import Context
 from ..dtensor import loaded_class
 from ..layout import ParamLayout
-from ..module import ENGINE_COUNTERS, ModuleAdapter, choose_stored_name
+from ..module import ENGINE_COUNTERS, ModuleAdapter, Packed
 from ..module_tree import Slot, is_engine, join_names, modules_of, named_slots, named_submodules, submodules
 from ..optimizer_wrappers import as_list
 from ..pretrained import target_of_stored_names
 from ..unsupported import require_no_masters
-from .partitions import PartitionedParam, is_partitioned, partitioned_params, partitions_of, release, take_changes
+from .partitions import is_partitioned, partitioned_params, partitions_of, take_changes
 
 
 def is_loaded() -> bool:
@@ -101,6 +101,18 @@ class DeepSpeedAdapter(ModuleAdapter):
             if not is_partitioned(slot.tensor)
         ]
 
+    def packed(self, modules: Sequence[nn.Module]) -> Sequence[Packed]:
+        return [
+            Packed(
+                [one.fqns],
+                one.layout,
+                one.local_partition,
+                one.free_gathered,
+                frozenset(one.fqns if not one.param.requires_grad else ()),
+            )
+            for one in partitioned_params(modules)
+        ]
+
     def parameter_layouts(self, obj: Any) -> dict[int, ParamLayout]:
         layouts = super().parameter_layouts(obj)
         modules = modules_of(obj)
@@ -113,11 +125,6 @@ class DeepSpeedAdapter(ModuleAdapter):
     def capture(self, obj: Any, context: Context) -> SectionSource:
         engines = _checked_engines(obj, context)
         source = super().capture(obj, context)
-        for one in partitioned_params(modules_of(obj)):
-            if context.trainable_only and not one.param.requires_grad:
-                source.left_out.update((fqn,) for fqn in one.fqns)
-            else:
-                _add_partition(source, one, one.fqns[0])
         for path, engine in _counter_paths(engines).items():
             source.values[path] = {key: getattr(engine, key) for key in _COUNTERS}
         return source
@@ -134,9 +141,6 @@ class DeepSpeedAdapter(ModuleAdapter):
             require_no_masters(modules, context.section)
             _require_no_zero3_masters(modules, context)
         target = super().make_target(obj, context, stored)
-        params = partitioned_params(modules)
-        for one in params:
-            _add_partition(target, one, choose_stored_name(one.fqns, target, context, stored))
         counters = _counter_paths(engines)
         target.requested_values.update(counters)
         target.optional.update(counters)
@@ -153,7 +157,6 @@ class DeepSpeedAdapter(ModuleAdapter):
 
         def apply(values: Mapping[Path, Any]) -> None:
             rest(values)
-            release(params)
             take_changes(partitions)
             for path, engine in counters.items():
                 if path in values:
@@ -195,13 +198,6 @@ def _counter_paths(engines: Sequence[Any]) -> dict[Path, Any]:
 def _set_counters(engine: Any, counters: Mapping[str, Any]) -> None:
     vars(engine).update({key: counters[key] for key in _COUNTERS if key in counters})
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-
-
-def _add_partition(section: SectionSource | SectionTarget, one: PartitionedParam, name: str) -> None:
-    metas, shards = one.layout.describe(one.local_partition(), lambda fqn: name)
-    section.metas.update(metas)
-    section.shards.extend(shards)
-    section.aliases.update({fqn: name for fqn in one.fqns if fqn != name})
 
 
 def _expert_names(modules: Sequence[nn.Module]) -> dict[str, str]:

@@ -228,6 +228,13 @@ class PartitionedParam(NamedTuple):
             )
         return dense_view(fqn, param.ds_tensor)
 
+    def free_gathered(self) -> None:
+        """Drop gathered copies, with which the next forward pass would compute otherwise. It gathers them again."""
+        if self.param.ds_status.name == "AVAILABLE":
+            self.param.partition()
+        if getattr(self.param, "ds_secondary_tensor", None) is not None:
+            self.param.ds_secondary_tensor = None  # a copy for gathers within a node
+
 
 def is_partitioned(param: object) -> bool:
     """Whether ZeRO-3 has partitioned a parameter."""
@@ -241,13 +248,3 @@ def partitioned_params(modules: Iterable[nn.Module]) -> list[PartitionedParam]:
         if slot.is_parameter and is_partitioned(slot.tensor):
             found.setdefault(id(slot.tensor), [slot.tensor]).append(slot.fqn)
     return [PartitionedParam(tuple(names), param) for param, *names in found.values()]
-
-
-def release(params: Sequence[PartitionedParam]) -> None:
-    """Drop gathered copies, with which the next forward pass would compute otherwise. It gathers them again."""
-    gathered = [one.param for one in params if one.param.ds_status.name == "AVAILABLE"]
-    if gathered:
-        gathered[0].partition(param_list=gathered)
-    for one in params:
-        if getattr(one.param, "ds_secondary_tensor", None) is not None:
-            one.param.ds_secondary_tensor = None  # a copy for gathers within a node
