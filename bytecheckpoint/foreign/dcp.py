@@ -18,7 +18,7 @@ from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
-from .archives import EmbeddedArchives, read_embedded
+from .archives import TorchArchive, read_embedded
 from .building import IndexBuilder, StoredBox, StoredLeaf
 from .naming import sections_of
 from .pickles import Global, Instance, Storage, TensorRef, explain, interpret, storage_dtype
@@ -238,7 +238,7 @@ class DcpFolder:
         where = f"{self._where}: the header of the tensor at byte {item.offset} of {item.file}"
         return interpret(header, where, storage)
 
-    def _read_file(self, file: str, items: list[Item]) -> EmbeddedArchives:
+    def _read_file(self, file: str, items: list[Item]) -> list[TorchArchive]:
         try:
             return read_embedded(self._backend, file, [item.offset for item in items], [item.length for item in items])
         except KeyNotFoundError as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .embedded import EmbeddedArchives, read_embedded
+from .embedded import read_embedded
 from .legacy import LEGACY_MAGIC
 from .torch_archive import TorchArchive, read_archive
 
-__all__ = ["LEGACY_MAGIC", "EmbeddedArchives", "TorchArchive", "read_archive", "read_embedded"]
+__all__ = ["LEGACY_MAGIC", "TorchArchive", "read_archive", "read_embedded"]

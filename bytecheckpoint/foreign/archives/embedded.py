@@ -1,8 +1,8 @@
 """Many archives of ``torch.save`` in one file, as ``torch.distributed.checkpoint`` writes them.
 
 A checkpoint can have a hundred thousand, and most of them have the same bytes as others of their length, except for the
-storages and their CRC-32 values. So only those that differ are parsed; all others are compared with a parsed one, in
-large batches.
+one storage and CRC-32 values. So only those that differ are parsed; all others are compared with a parsed one, in large
+batches.
 """
 
 from __future__ import annotations
@@ -15,185 +15,151 @@ import numpy.typing as npt
 
 from ...errors import FormatError
 from ...storage_backends.base import ObjectReader, StorageBackend
-from ..pickles import TensorRef
+from ..pickles import Storage, TensorRef
 from .ranges import Positions, Rows, read_rows
 from .torch_archive import ArchiveParts, TorchArchive, interpret_parts, read_parts
 
-_MAX_ROW = 1 << 20  # an archive of which more bytes matter, such as one of many tensors, is parsed separately
+_MAX_ROW = 1 << 20  # an archive of which more bytes matter is parsed separately
 _BATCH = 32 << 20  # bytes that are compared at once
 _MAX_PATTERNS = 32  # archives of one length are compared with at most so many others
-_GAP = 4096  # bytes between two parts that are read rather than skipped
-_STRUCTURE = frozenset(["data.pkl", "byteorder"])  # entries whose contents matter, besides the storages
+_STRUCTURE = frozenset(["data.pkl", "byteorder"])  # entries whose contents matter, besides the storage
 _CRC_IN_HEADER, _CRC_SIZE = 14, 4
+
+
+def read_embedded(
+    backend: StorageBackend, key: str, offsets: Sequence[int], lengths: Sequence[int]
+) -> list[TorchArchive]:
+    """Read the objects of many archives in one file.
+
+    Args:
+        backend: Storage backend of the file.
+        key: The file.
+        offsets: Where each archive begins.
+        lengths: The bytes of each archive.
+
+    Returns:
+        The archives, as ``read_archive`` returns each of them.
+
+    Raises:
+        FormatError: A range is not inside the file, or holds no archive that this library reads.
+        CorruptionError: An archive is damaged.
+        StorageError: The store failed.
+    """
+    where, size = f"{backend.url}/{key}", backend.stat(key).size
+    groups: dict[int, list[int]] = {}
+    for index, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if offset < 0 or length <= 0 or offset + length > size:
+            raise FormatError(f"{where}: an item at byte {offset} of {length} bytes is not inside its {size} bytes")
+        groups.setdefault(length, []).append(index)
+    found: dict[int, TorchArchive] = {}
+    with backend.open_object(key) as reader:
+        for length, members in groups.items():
+            group = _Group(reader, key, where, length, np.array(offsets, np.int64))
+            group.read(np.array(members, np.int64), found)
+    return [found[index] for index in range(len(offsets))]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Archives of one length."""
+
+    reader: ObjectReader
+    file: str
+    where: str
+    length: int
+    offsets: Positions
+
+    def read(self, members: Positions, found: dict[int, TorchArchive]) -> None:
+        """Add the archives of these numbers to ``found``."""
+        tries = 0
+        while len(members):
+            first, members = int(members[0]), members[1:]
+            base, tries = int(self.offsets[first]), tries + 1
+            where = f"{self.where} at byte {base}"
+            parts = read_parts(self.reader, base, self.length, where)
+            archive = found[first] = interpret_parts(parts, self.file, base, where)
+            pattern = (
+                _Pattern.of(self.reader, base, parts, archive) if len(members) and tries <= _MAX_PATTERNS else None
+            )
+            if pattern is not None:
+                members = self._match(pattern, archive, base, members, found)
+
+    def _match(
+        self, pattern: _Pattern, like: TorchArchive, base: int, members: Positions, found: dict[int, TorchArchive]
+    ) -> Positions:
+        """Add those that equal a parsed archive, and return the others."""
+        rest = [members[:0]]
+        step = max(1, _BATCH // len(pattern.expected))
+        for at in range(0, len(members), step):
+            batch = members[at : at + step]
+            rows = pattern.read(self.reader, self.offsets[batch])
+            is_equal = ((rows == pattern.expected) | ~pattern.checked).all(axis=1)
+            crcs = pattern.crcs(rows[is_equal])
+            for index, crc32 in zip(batch[is_equal].tolist(), crcs, strict=True):
+                found[index] = _moved(like, int(self.offsets[index]) - base, crc32)
+            rest.append(batch[~is_equal])
+        return np.concatenate(rest)
 
 
 @dataclass(frozen=True)
 class _Pattern:
-    """The bytes that make another archive equal to a parsed one.
+    """The bytes that make another archive equal to a parsed one: all but those of the storage, ``[start, end)``.
 
-    A row has the bytes of all windows, each ``width`` long; ``checked`` lists the positions in a row that must be as in
-    ``expected``, and ``crc_at`` where the CRC-32 of each storage is.
+    ``checked`` marks those on which the result depends; ``crc_at`` is where the CRC-32 of the storage is.
     """
 
-    windows: Positions
-    width: int
-    expected: npt.NDArray[np.uint8]
+    start: int
+    end: int
+    length: int
+    expected: Rows
     checked: npt.NDArray[np.bool_]
-    crc_at: list[int]
+    crc_at: int | None
 
-    def match(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return which rows are equal to this archive."""
-        is_equal: npt.NDArray[np.bool_] = ((rows == self.expected) | ~self.checked).all(axis=1)
-        return is_equal
+    @classmethod
+    def of(cls, reader: ObjectReader, base: int, parts: ArchiveParts, archive: TorchArchive) -> _Pattern | None:
+        """Return the pattern; None if there are too many bytes, or if the archive is no tensor and has storages."""
+        data = [parts.entries[f"data/{key}"] for key in archive.storages]
+        if data and type(archive.value) is not TensorRef:
+            return None
+        start, end = (data[0].start, data[0].start + data[0].nbytes) if data else (parts.length, parts.length)
+        size = start + parts.length - end
+        if size > _MAX_ROW:
+            return None
+        checked = np.zeros(size, bool)
 
-    def crcs(self, rows: Rows) -> list[list[int]]:
-        """Return the CRC-32 values of the storages, one list for each row."""
-        fields = [np.ascontiguousarray(rows[:, at : at + _CRC_SIZE]).view("<u4") for at in self.crc_at]
-        found: list[list[int]] = np.concatenate(fields, axis=1).tolist() if fields else [[]] * len(rows)
+        def mark(first: int, last: int, *, matters: bool = True) -> None:
+            # Nothing that is marked is inside the storage.
+            checked[slice(*(at if at <= start else at - end + start for at in (first, last)))] = matters
+
+        mark(parts.directory, parts.length)
+        for name, entry in parts.entries.items():
+            mark(entry.header, entry.header + entry.header_length)
+            if name in _STRUCTURE:
+                mark(entry.start, entry.start + entry.nbytes)
+            elif parts.has_crcs:
+                for at in (entry.crc_field, entry.header + _CRC_IN_HEADER):
+                    mark(at, at + _CRC_SIZE, matters=False)
+        crc_at = data[0].crc_field - end + start if data and parts.has_crcs else None
+        pattern = cls(start, end, parts.length, np.empty(0, np.uint8), checked, crc_at)
+        return replace(pattern, expected=pattern.read(reader, np.array([base], np.int64))[0])
+
+    def read(self, reader: ObjectReader, bases: Positions) -> Rows:
+        """Return these bytes of the archives that begin at ``bases``, one archive in a row."""
+        head = read_rows(reader, bases, self.start)
+        return np.concatenate([head, read_rows(reader, bases + self.end, self.length - self.end)], axis=1)
+
+    def crcs(self, rows: Rows) -> list[int | None]:
+        """Return the CRC-32 of the storage of each row."""
+        if self.crc_at is None:
+            return [None] * len(rows)
+        found: list[int | None] = np.ascontiguousarray(rows[:, self.crc_at :][:, :_CRC_SIZE]).view("<u4")[:, 0].tolist()
         return found
 
 
-class EmbeddedArchives(Sequence[TorchArchive]):
-    """The archives of one file, in the order in which they were listed.
-
-    Attributes:
-        patterns: What the archives contain, with positions relative to each archive, and without duplicates.
-        pattern: For each archive, its position in ``patterns``.
-    """
-
-    def __init__(self, file: str, where: str, offsets: Positions) -> None:
-        self.patterns: list[TorchArchive] = []
-        self.pattern: Positions = np.full(len(offsets), -1, np.int64)
-        self._parts: list[ArchiveParts] = []
-        self._file, self._where, self._offsets = file, where, offsets
-        self._crcs: list[list[int]] = [[]] * len(offsets)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int) -> TorchArchive:  # type: ignore[override]  # no slices
-        """Return one archive with its positions in the file, as ``read_archive`` does."""
-        base, number = int(self._offsets[index]), int(self.pattern[index])
-        pattern, parts, crcs = self.patterns[number], self._parts[number], self._crcs[index]
-        value = pattern.value
-        if type(value) is not TensorRef:
-            by_name = {
-                parts.entries[f"data/{key}"].name: crc32 for key, crc32 in zip(pattern.storages, crcs, strict=True)
-            }
-            return interpret_parts(parts, self._file, base, f"{self._where} at byte {base}", by_name)
-        crc32 = crcs[0] if parts.has_crcs else None
-        storage = replace(value.storage, offset=base + value.storage.offset, crc32=crc32)
-        return TorchArchive(replace(value, storage=storage), {storage.key: storage})
-
-    def _add(self, parts: ArchiveParts, archive: TorchArchive) -> int:
-        self.patterns.append(archive)
-        self._parts.append(parts)
-        return len(self.patterns) - 1
-
-    def _assign(self, indices: Positions, number: int, crcs: list[list[int]]) -> None:
-        self.pattern[indices] = number
-        for index, values in zip(indices.tolist(), crcs, strict=True):
-            self._crcs[index] = values
-
-
-def read_embedded(
-    backend: StorageBackend, key: str, offsets: Sequence[int] | Positions, lengths: Sequence[int] | Positions
-) -> EmbeddedArchives:
-    """Read the objects of many archives in one file.
-
-    Args:
-        backend: The storage backend.
-        key: The file.
-        offsets: The first byte of each archive.
-        lengths: The length of each archive in bytes.
-
-    Returns:
-        The archives. Each costs a few hundred bytes of memory.
-
-    Raises:
-        FormatError: An archive is damaged, or does not lie inside the file.
-        CorruptionError: The CRC-32 of a pickled object differs.
-        StorageError: The file cannot be read.
-    """
-    where, size = f"{backend.url}/{key}", backend.stat(key).size
-    for offset, length in ((int(one), int(other)) for one, other in zip(offsets, lengths, strict=True)):
-        if offset < 0 or length <= 0 or offset + length > size:
-            raise FormatError(f"{where}: an item at byte {offset} of {length} bytes is not inside its {size} bytes")
-    starts, ends = np.asarray(offsets, np.int64), np.asarray(lengths, np.int64)
-    found = EmbeddedArchives(key, where, starts)
-    order = np.argsort(ends, kind="stable")
-    with backend.open_object(key) as reader:
-        for members in np.split(order, np.flatnonzero(np.diff(ends[order])) + 1):
-            if len(members):
-                _read_group(reader, found, members, int(ends[members[0]]))
-    return found
-
-
-def _read_group(reader: ObjectReader, found: EmbeddedArchives, members: Positions, length: int) -> None:
-    """Read archives of one length."""
-    tries = 0
-    while len(members):
-        base = int(found._offsets[members[0]])
-        where = f"{found._where} at byte {base}"
-        parts = read_parts(reader, base, length, where)
-        archive = interpret_parts(parts, found._file, 0, where)
-        number = found._add(parts, archive)
-        found._assign(members[:1], number, [[parts.entries[f"data/{key}"].crc32 for key in archive.storages]])
-        members = members[1:]
-        tries += 1
-        pattern = _pattern(reader, base, length, parts, archive) if len(members) and tries <= _MAX_PATTERNS else None
-        if pattern is None:
-            continue
-        is_left = np.ones(len(members), bool)
-        step = max(1, _BATCH // len(pattern.expected))
-        for first in range(0, len(members), step):
-            batch = members[first : first + step]
-            rows = _read(reader, found._offsets[batch], pattern.windows, pattern.width)
-            is_equal = pattern.match(rows)
-            found._assign(batch[is_equal], number, pattern.crcs(rows[is_equal]))
-            is_left[first : first + step] = ~is_equal
-        members = members[is_left]
-
-
-def _read(reader: ObjectReader, offsets: Positions, windows: Positions, width: int) -> Rows:
-    """Return the windows of each archive, one archive in a row."""
-    starts = (offsets[:, None] + windows[None, :]).ravel()
-    return read_rows(reader, starts, width).reshape(len(offsets), len(windows) * width)
-
-
-def _pattern(
-    reader: ObjectReader, base: int, length: int, parts: ArchiveParts, archive: TorchArchive
-) -> _Pattern | None:
-    """Find the bytes on which the result depends; None if there are too many. Positions are relative to the archive."""
-    needed, free = [(parts.directory, length)], []
-    for name, entry in parts.entries.items():
-        needed.append((entry.header, entry.header + entry.header_length))
-        if name in _STRUCTURE:
-            needed.append((entry.start, entry.start + entry.nbytes))
-        elif parts.has_crcs:
-            free += [entry.crc_field, entry.header + _CRC_IN_HEADER]
-    windows, width = _cut(sorted(needed), length)
-    if len(windows) * width > _MAX_ROW:
-        return None
-    checked = np.zeros((len(windows), width), bool)
-    for values, begin in zip(checked, windows.tolist(), strict=True):
-        for first, last in needed:
-            values[max(first - begin, 0) : max(last - begin, 0)] = True
-        for at in free:
-            values[max(at - begin, 0) : max(at + _CRC_SIZE - begin, 0)] = False
-    expected = _read(reader, np.array([base], np.int64), windows, width)[0]
-    tail = (len(windows) - 1) * width - int(windows[-1])  # where byte 0 of the archive would be in the last window
-    crc_at = [tail + parts.entries[f"data/{key}"].crc_field for key in archive.storages]
-    return _Pattern(windows, width, expected, checked.ravel(), crc_at)
-
-
-def _cut(needed: list[tuple[int, int]], length: int) -> tuple[Positions, int]:
-    """Return the beginnings and the width of windows, all of one width, that contain all ranges."""
-    groups: list[list[int]] = []
-    for first, last in needed:
-        if groups and first <= groups[-1][1] + _GAP:
-            groups[-1][1] = max(groups[-1][1], last)
-        else:
-            groups.append([first, last])
-    width = max(last - first for first, last in groups)
-    return np.array([min(first, length - width) for first, _ in groups], np.int64), width
+def _moved(like: TorchArchive, distance: int, crc32: int | None) -> TorchArchive:
+    """An archive that equals another one, ``distance`` bytes before it."""
+    if type(like.value) is not TensorRef:
+        return like
+    old = like.value.storage
+    storage: Storage = replace(old, offset=old.offset + distance, crc32=crc32)
+    return TorchArchive(replace(like.value, storage=storage), {storage.key: storage})
