@@ -57,10 +57,7 @@ def read_legacy(reader: ObjectReader, file: str, base: int, length: int, where: 
             raise FormatError(f"a view of storage {key!r:.50} reaches outside of it")
         return Storage(str(view[0]), found.dtype, file, found.offset + start * size, numel * size, None, location)
 
-    result = interpret_prefix(pickles.data, where, find, pickles.start)
-    if result is None:  # impossible: it was complete before
-        raise FormatError(f"{where}: its pickle ends early")
-    return result[0], storages
+    return interpret_prefix(pickles.data, where, find, pickles.start)[0], storages
 
 
 def _read_pickles(window: ByteWindow) -> _Pickles:
@@ -68,25 +65,23 @@ def _read_pickles(window: ByteWindow) -> _Pickles:
     longest = min(window.length, MAX_PICKLE_BYTES)
     size = min(_FIRST_READ, longest)
     while True:
-        found = _interpret_all(window.read(0, size), window.where)
-        if found is not None:
-            return found
-        if size == longest:
-            raise FormatError(f"{window.where}: its pickle ends early; fetch the file again")
+        try:
+            return _interpret_all(window.read(0, size), window.where)
+        except FormatError:
+            if size == longest:
+                raise
         size = min(8 * size, longest)
 
 
-def _interpret_all(data: bytes, where: str) -> _Pickles | None:
-    """Interpret magic number, version, properties of the writer's system, object and keys. None if data are missing."""
+def _interpret_all(data: bytes, where: str) -> _Pickles:
+    """Interpret magic number, version, properties of the writer's system, object and keys."""
     declared: dict[str, _Declared] = {}
     position, starts, values = 0, [], []
     for index in range(5):
         starts.append(position)
-        found = interpret_prefix(data, where, (lambda one: _declare(one, declared)) if index == 3 else None, position)
-        if found is None:
-            return None
-        values.append(found[0])
-        position = found[1]
+        persistent = (lambda one: _declare(one, declared)) if index == 3 else None
+        value, position = interpret_prefix(data, where, persistent, position)
+        values.append(value)
     _, version, system, _, keys = values
     if version != _PROTOCOL or type(system) is not dict or system.get("little_endian") is not True:
         raise FormatError(f"{where}: it is an old torch.save file of an unknown version, or big-endian")

@@ -1,24 +1,25 @@
 """Interpret a pickle without importing, calling or opening anything that it names.
 
-``pickle`` itself is not used: it runs code, and nine bytes make it allocate half a gigabyte.
+``pickle`` itself is not used: it runs code, and nine bytes make it allocate half a gigabyte. ``pickletools`` only
+decodes opcodes, and takes no more memory than their bytes.
 """
 
 from __future__ import annotations
 
-import struct
+import io
+import pickletools
 from typing import Any
 
 from ...errors import FormatError
 from ...runtime import gc_pause
 from .bounds import check_tree
-from .machine import EndOfDataError, Machine, Persistent
+from .machine import Machine, Persistent
 from .opcodes import HANDLERS
 
 MAX_PICKLE_BYTES = 512 << 20
 """A larger pickle is refused. A million shards take about 150 MB in the metadata of a DCP checkpoint."""
 
-_STOP = ord(".")
-_FAULTS = (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error, RecursionError)
+_FAULTS = (IndexError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
 
 
 def interpret(data: bytes, where: str, persistent: Persistent | None = None) -> Any:
@@ -38,41 +39,36 @@ def interpret(data: bytes, where: str, persistent: Persistent | None = None) -> 
     Raises:
         FormatError: It is not a valid pickle, or it exceeds a limit.
     """
-    found = interpret_prefix(data, where, persistent)
-    if found is None:
-        raise FormatError(f"{where}: its pickle ends early; fetch the file again")
-    value, end = found
+    value, end = interpret_prefix(data, where, persistent)
     if end != len(data):
         raise FormatError(f"{where}: {len(data) - end} bytes follow its pickle")
     return value
 
 
-def interpret_prefix(
-    data: bytes, where: str, persistent: Persistent | None = None, start: int = 0
-) -> tuple[Any, int] | None:
+def interpret_prefix(data: bytes, where: str, persistent: Persistent | None = None, start: int = 0) -> tuple[Any, int]:
     """Like ``interpret``, for a pickle that begins at ``start`` and that other bytes may follow.
 
-    Returns the object and the position after the pickle, or None if the data end first.
+    Returns the object and the position after the pickle.
     """
     if len(data) - start > MAX_PICKLE_BYTES:
         raise FormatError(f"{where}: its pickle has {len(data)} bytes; at most {MAX_PICKLE_BYTES} are read")
-    machine, position = Machine(data, persistent), start
-    size, handlers = len(data), HANDLERS
+    stream, machine, position = io.BytesIO(data), Machine(len(data), persistent), start
+    stream.seek(start)
     try:
         with gc_pause.paused():
-            while position < size:
-                code = data[position]
-                if code == _STOP:
-                    value = machine.stack.pop()
-                    check_tree(value, limit=1_000_000 + 8 * (position - start))
-                    return value, position + 1
-                position = handlers[code](machine, position + 1)
+            for opcode, argument, position in pickletools.genops(stream):  # noqa: B007 - errors state the position
+                handler = HANDLERS.get(opcode.name)
+                if handler is None:
+                    raise FormatError(f"opcode {opcode.name} is not supported")
+                handler(machine, argument)
                 if machine.budget < 0:
                     raise FormatError("its objects would take far more memory than its size explains")
-    except EndOfDataError:
-        pass
+            value, end = machine.stack.pop(), stream.tell()
+            check_tree(value, limit=1_000_000 + 8 * (end - start))
     except FormatError as error:
         raise FormatError(f"{where}: its pickle is refused at byte {position}: {error}") from error.__cause__
     except _FAULTS as error:
+        if type(error) is ValueError and stream.tell() == len(data):  # of pickletools
+            raise FormatError(f"{where}: its pickle ends early; fetch the file again") from error
         raise FormatError(f"{where}: its pickle is invalid at byte {position}: {error!r:.200}") from error
-    return None
+    return value, end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from .records import Global, Instance
 _BUDGET = 64 << 20  # bytes of objects that a pickle may create, and in addition ...
 _BUDGET_PER_BYTE = 96  # ... for each of its bytes; the metadata of DCP takes 35
 _MAX_MARKS = 1000
-_MAX_LINE = 1000  # bytes of a name
+_MAX_NAME = 1000  # characters of a class with its module
 _MAPPINGS = frozenset([dict, OrderedDict, Counter])
 _SIZE = Global("torch", "Size")
 _SEQUENCES = frozenset([list, tuple, dict, set, frozenset])
@@ -25,10 +24,6 @@ Persistent = Callable[[Any], Any]
 """Returns the object that a persistent id stands for, such as a storage."""
 
 
-class EndOfDataError(Exception):
-    """The data end within the pickle."""
-
-
 class Machine:
     """Stack, marks, memo and budget.
 
@@ -36,38 +31,12 @@ class Machine:
     as soon as the budget is negative: some opcodes of one byte create objects of more than 200.
     """
 
-    def __init__(self, data: bytes, persistent: Persistent | None) -> None:
-        self.data = data
+    def __init__(self, size: int, persistent: Persistent | None) -> None:
         self.persistent = persistent
         self.stack: list[Any] = []
         self.marks: list[int] = []  # lengths of the stack
         self.memo: dict[int, Any] = {}  # a list would be as long as the largest index, which the file chooses
-        self.budget = _BUDGET + _BUDGET_PER_BYTE * len(data)
-
-    def take(self, position: int, count: int) -> bytes:
-        """Return bytes of the pickle. Raises ``EndOfDataError``."""
-        if count > len(self.data) - position:
-            raise EndOfDataError
-        return self.data[position : position + count]
-
-    def sized(self, position: int, size: struct.Struct) -> tuple[bytes, int]:
-        """Return bytes that are preceded by their length, and the position after them."""
-        (count,) = size.unpack(self.take(position, size.size))
-        if count < 0:
-            raise FormatError("a length is negative")
-        position += size.size
-        self.budget -= 60 + count
-        return self.take(position, count), position + count
-
-    def line(self, position: int) -> tuple[bytes, int]:
-        """Return the rest of the line, and the position after it."""
-        end = self.data.find(b"\n", position)
-        if end < 0:
-            raise EndOfDataError
-        if end - position > _MAX_LINE:
-            raise FormatError(f"a line is longer than {_MAX_LINE} bytes")
-        self.budget -= 60 + end - position
-        return self.data[position:end], end + 1
+        self.budget = _BUDGET + _BUDGET_PER_BYTE * size
 
     def push(self, value: Any, cost: int) -> None:
         """Push a value. ``cost`` is its size in bytes."""
@@ -86,11 +55,6 @@ class Machine:
         items = self.stack[mark:]
         del self.stack[mark:]
         return items
-
-    def remember(self, index: int) -> None:
-        """Keep the top of the stack for ``recall``."""
-        self.memo[index] = self.stack[-1]
-        self.budget -= 100
 
     def append(self, items: list[Any]) -> None:
         """Append items to the sequence on top of the stack."""
@@ -136,7 +100,7 @@ class Machine:
 
     def find(self, module: Any, name: Any) -> None:
         """Push a class or function: its name, or what this library has in its place."""
-        if type(module) is not str or type(name) is not str or len(module) + len(name) > _MAX_LINE:
+        if type(module) is not str or type(name) is not str or len(module) + len(name) > _MAX_NAME:
             raise FormatError("a class has no valid name")
         self.push(find_global(module, name), 200)
 
