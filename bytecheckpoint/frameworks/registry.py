@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import BytecheckpointError, UnknownObjectError, UsageError
+from ..errors import UnknownObjectError, UsageError
 from .base import Adapter
 from .deepspeed import DeepSpeedAdapter, DeepSpeedOptimizerAdapter
 from .fsdp1 import FSDP1Adapter
@@ -52,7 +52,6 @@ _SYNONYMS = dict.fromkeys(("ddp", "fsdp2", "pipeline", "torch", "tp"), "module")
 _log = logging.getLogger(__name__)
 _lock = threading.RLock()
 _registered: dict[str, Adapter] = {}
-_plug_in_adapters: dict[str, Adapter] = {}
 
 
 def register_adapter(adapter: Adapter) -> None:
@@ -84,7 +83,7 @@ def register_adapter(adapter: Adapter) -> None:
 def adapter_names() -> list[str]:
     """Return every name that ``framework=`` accepts: adapters and their synonyms."""
     with _lock:
-        return sorted({*_BUILT_IN, *_SYNONYMS, *_registered, *(point.name for point in _plug_ins())})
+        return sorted({*_BUILT_IN, *_SYNONYMS, *_registered, *_plug_ins()})
 
 
 def find_adapter(obj: Any, framework: str | None = None, *, section: str = "") -> Adapter:
@@ -150,7 +149,7 @@ def _is_model(obj: object) -> bool:
 
 def _candidates() -> Sequence[Adapter]:
     with _lock:
-        plug_ins = [adapter for point in _plug_ins() if (adapter := _load_plug_in(point)) is not None]
+        plug_ins = [found for found in _plug_ins().values() if isinstance(found, Adapter)]
         adapters = [*_registered.values(), *plug_ins, *_BUILT_IN.values()]
     return sorted(adapters, key=lambda adapter: -adapter.priority)
 
@@ -162,34 +161,29 @@ def _adapter_named(name: str) -> Adapter:
             return _registered[known]
         if known in _BUILT_IN:
             return _BUILT_IN[known]
-        for point in _plug_ins():
-            if point.name == known:
-                return _instance(point)
+        found = _plug_ins().get(known)
+    if isinstance(found, Adapter):
+        return found
+    if found is not None:
+        raise UsageError(found)
     raise UnknownObjectError(f"framework={name!r} names no adapter; the known ones are: {', '.join(adapter_names())}")
 
 
 @cache  # entry_points() reads a file of every installed package
-def _plug_ins() -> tuple[EntryPoint, ...]:
-    return tuple(point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in {*_BUILT_IN, *_SYNONYMS})
+def _plug_ins() -> dict[str, Adapter | str]:
+    """The adapters of installed packages by name, or why one cannot be loaded."""
+    points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in {*_BUILT_IN, *_SYNONYMS}]
+    return {point.name: _load_plug_in(point) for point in points}
 
 
-def _load_plug_in(point: EntryPoint) -> Adapter | None:
-    """The plug-in's adapter, or None: a broken plug-in must not prevent other objects from being saved."""
+def _load_plug_in(point: EntryPoint) -> Adapter | str:
     try:
-        return _instance(point)
-    except BytecheckpointError as error:
-        _log.warning("%s", error)
-        return None
-
-
-def _instance(point: EntryPoint) -> Adapter:
-    if point.name not in _plug_in_adapters:
-        try:
-            made = point.load()
-            adapter = made() if isinstance(made, type) else made
-        except Exception as error:
-            raise UsageError(f"plug-in {point.name!r} ({point.value}) cannot be loaded: {error}") from error
-        if not isinstance(adapter, Adapter):
-            raise UsageError(f"plug-in {point.name!r} ({point.value}) is not a bytecheckpoint Adapter")
-        _plug_in_adapters[point.name] = adapter
-    return _plug_in_adapters[point.name]
+        made = point.load()
+        adapter = made() if isinstance(made, type) else made
+        problem = "is not a bytecheckpoint Adapter"
+    except Exception as error:  # noqa: BLE001 - a broken plug-in must not prevent other objects from being saved
+        adapter, problem = None, f"cannot be loaded: {error}"
+    if isinstance(adapter, Adapter):
+        return adapter
+    _log.warning("plug-in %r (%s) %s", point.name, point.value, problem)
+    return f"plug-in {point.name!r} ({point.value}) {problem}"
