@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from ..runtime.arguments import check_choice
 
@@ -48,28 +46,6 @@ class PerRank(Generic[T]):
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r}, on_resize={self.on_resize!r})"
-
-
-class PerRankState(ABC):
-    """A stateful object whose state always differs between ranks, such as random number generators."""
-
-    @property
-    @abstractmethod
-    def on_resize(self) -> str:
-        """The policy of ``choose_rank`` that applies at another world size."""
-
-    @property
-    def resumed(self) -> Mapping[str, tuple[str, str]]:
-        """What the last load did with each part, by name, as in ``LoadReport.resumed``."""
-        return {}
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state as plain values and tensors."""
-
-    @abstractmethod
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state from ``state_dict``, which the policy chose."""
 
 
 def choose_rank(saved_world: int, rank: int, world: int, policy: str) -> int | None:

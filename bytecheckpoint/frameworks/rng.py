@@ -14,7 +14,6 @@ import torch
 from ..errors import StateError
 from ..runtime.arguments import check_choice
 from ..runtime.modes import default_modes
-from .per_rank import PerRankState
 
 OnRNGResize = Literal["reseed", "lowest", "error"]
 
@@ -25,7 +24,7 @@ _log = logging.getLogger(__name__)
 ByteArray = npt.NDArray[np.uint8]
 
 
-class RNGState(PerRankState):
+class RNGState:
     """The global generators of Python, numpy and torch, and those of every accelerator that the process has used.
 
     Each rank saves its own state. At the saved world size, each rank restores exactly that state. The generators are
@@ -37,6 +36,10 @@ class RNGState(PerRankState):
             ``lowest`` restores the streams of rank 0 on every rank. ``error`` fails.
         rank: This process's rank; by default, its rank in the default process group.
         world_size: The number of ranks; by default, the size of the default process group.
+
+    Attributes:
+        on_resize: The policy, as passed to the constructor.
+        resumed: What the last load did with each generator (``python``, ``numpy``, ``torch``, ``cuda:0``, ...).
 
     Raises:
         UsageError: ``on_resize`` is not a known policy.
@@ -53,19 +56,9 @@ class RNGState(PerRankState):
         world_size: int | None = None,
     ) -> None:
         check_choice("on_resize", on_resize, OnRNGResize)
-        self._on_resize = on_resize
+        self.on_resize: OnRNGResize = on_resize
         self._rank, self._world_size = rank, world_size
-        self._resumed: dict[str, tuple[str, str]] = {}
-
-    @property
-    def on_resize(self) -> str:
-        """The policy at another world size, as passed to the constructor."""
-        return self._on_resize
-
-    @property
-    def resumed(self) -> Mapping[str, tuple[str, str]]:
-        """What the last load did with each generator (``python``, ``numpy``, ``torch``, ``cuda:0``, ...)."""
-        return self._resumed
+        self.resumed: dict[str, tuple[str, str]] = {}
 
     @default_modes()
     def state_dict(self) -> dict[str, Any]:
@@ -104,24 +97,24 @@ class RNGState(PerRankState):
             raise StateError(f"this is not the state of an RNGState: it lacks {', '.join(sorted(missing))}")
         rank, world_size = self._place()
         saved = (state_dict["rank"], state_dict["world_size"])
-        if self._on_resize == "error" and saved != (rank, world_size):
+        if self.on_resize == "error" and saved != (rank, world_size):
             raise StateError(
                 f"RNG state of rank {saved[0]} of {saved[1]} loaded on rank {rank} of {world_size}; pass "
                 f"RNGState(on_resize='reseed') to derive new streams"
             )
-        if self._on_resize == "reseed" and saved != (rank, world_size):
+        if self.on_resize == "reseed" and saved != (rank, world_size):
             _reseed(state_dict, rank, world_size)
             new = ("reseeded", f"rank {rank} of {world_size}, from the streams of rank {saved[0]} of {saved[1]}")
-            self._resumed = dict.fromkeys((*_CPU_GENERATORS, *_device_names(*_accelerators())), new)
+            self.resumed = dict.fromkeys((*_CPU_GENERATORS, *_device_names(*_accelerators())), new)
             return
         random.setstate(_python_state(state_dict["python"]))
         _restore_numpy(state_dict["numpy"])
         torch.set_rng_state(torch.from_numpy(state_dict["torch"]))
-        devices = _restore_accelerators(state_dict.get("accelerator") or {}, exact=self._on_resize == "error")
+        devices = _restore_accelerators(state_dict.get("accelerator") or {}, exact=self.on_resize == "error")
         detail = f"rank {saved[0]} of {saved[1]}"
-        self._resumed = dict.fromkeys((*_CPU_GENERATORS, *devices), ("continued", detail))
+        self.resumed = dict.fromkeys((*_CPU_GENERATORS, *devices), ("continued", detail))
         others = set(_device_names(*_accelerators())) - set(devices)
-        self._resumed.update(dict.fromkeys(sorted(others), ("unchanged", "no state of this device was stored")))
+        self.resumed.update(dict.fromkeys(sorted(others), ("unchanged", "no state of this device was stored")))
 
     def _place(self) -> tuple[int, int]:
         """Rank and world size."""

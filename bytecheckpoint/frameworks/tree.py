@@ -14,7 +14,8 @@ from ..format.values import MAX_DEPTH, path_name
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
 from .data_loader import DataLoaderState
-from .per_rank import PerRank, PerRankState
+from .per_rank import PerRank
+from .rng import RNGState
 from .tree_capture import Capture
 from .tree_paths import is_stateful, kind_of
 from .tree_target import build_target
@@ -62,7 +63,7 @@ class TreeAdapter(Adapter):
         return build_target(obj, context, stored)
 
     def per_rank_policies(self, obj: Any) -> dict[Path, str]:
-        """The policy of every ``PerRank`` and ``PerRankState`` in the tree, by path.
+        """The policy of every ``PerRank`` and ``RNGState`` in the tree, by path.
 
         Each is also listed under the path that its dotted name alone suggests, for lookups by a tensor's name.
         """
@@ -94,7 +95,7 @@ def _collect_policies(node: Any, path: Path, found: dict[Path, str]) -> None:
     if kind == "per_rank":
         found[path] = node.on_resize
         _collect_policies(node.value, path, found)
-    elif kind == "stateful" and isinstance(node, PerRankState):
+    elif kind == "stateful" and isinstance(node, RNGState):
         found[path] = node.on_resize
     elif kind == "stateful" and isinstance(node, DataLoaderState):
         found[path] = "skip" if node.on_resize == "skip" else "error"

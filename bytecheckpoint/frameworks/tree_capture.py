@@ -14,7 +14,7 @@ from ..tensors.shards import Path, SectionSource
 from .base import Context
 from .digests import tensor_digest
 from .module_tree import has_fsdp1
-from .per_rank import PerRankState
+from .rng import RNGState
 from .tensors import TensorKind, tensor_kind, tensor_shards
 from .tree_paths import PathIndex, kind_of
 from .unsupported import require_supported
@@ -56,7 +56,7 @@ class Capture:
             self.visit(node.value, path, own=True)
         elif kind == "stateful":
             state = state_of(node, where)
-            self._branch(state, "mapping" if state else "leaf", path, own=own or isinstance(node, PerRankState))
+            self._branch(state, "mapping" if state else "leaf", path, own=own or isinstance(node, RNGState))
         else:
             self._branch(node, kind, path, own=own)
 

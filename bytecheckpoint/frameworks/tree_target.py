@@ -20,7 +20,8 @@ from .base import Context
 from .data_loader import DataLoaderState, needs_all, prepare
 from .dtensor import with_memory
 from .module_tree import EXTRA_STATE
-from .per_rank import PerRank, PerRankState
+from .per_rank import PerRank
+from .rng import RNGState
 from .tensors import tensor_kind, tensor_shards
 from .tree_capture import ROOT_TENSOR, Capture, SameMemory, state_of
 from .tree_paths import PathIndex, build_tree, is_sequence, kind_of, tuple_like, value_like
@@ -307,7 +308,7 @@ class TreeBuilder:
 
     def _record(self, node: object, path: Path) -> None:
         """Add to the report what a loader or random generators did."""
-        if isinstance(node, (DataLoaderState, PerRankState)):
+        if isinstance(node, (DataLoaderState, RNGState)):
             for name, what in node.resumed.items():
                 self.context.resumed[self._where((*path, name) if name else path)] = what
 
