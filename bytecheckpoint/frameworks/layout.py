@@ -38,6 +38,13 @@ class ParamPart(NamedTuple):
     start: int
     strides: tuple[int, ...] | None = None
 
+    @classmethod
+    def strided(cls, fqn: str, shape: tuple[int, ...], box: Box, start: int, strides: tuple[int, ...]) -> ParamPart:
+        """A part in memory with these strides, which may be those of row-major order."""
+        runs = row_major_strides(box.lengths)
+        dense = all(n == 1 or step == run for n, step, run in zip(box.lengths, strides, runs, strict=True))
+        return cls(fqn, shape, box, start, None if dense else strides)
+
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The part's elements in the 1-D ``flat``, shaped like the box."""
         lengths = self.box.lengths
@@ -57,12 +64,7 @@ class ParamPart(NamedTuple):
         strides = self.strides or row_major_strides(self.box.lengths)
         for piece in decompose_strided(start - self.start, length, self.box.lengths, strides):
             position = self.start + sum(map(mul, piece.offsets, strides)) - start
-            dense = all(
-                n == 1 or step == run
-                for n, step, run in zip(piece.lengths, strides, row_major_strides(piece.lengths), strict=True)
-            )
-            box = piece.shift(self.box.offsets)
-            yield ParamPart(self.fqn, self.shape, box, position, None if dense else strides)
+            yield ParamPart.strided(self.fqn, self.shape, piece.shift(self.box.offsets), position, strides)
 
 
 class ParamLayout(NamedTuple):

@@ -81,28 +81,32 @@ class OptimizerAdapter(Adapter):
         return {MASTERS_OF: "skip"}  # it describes the saved run, and changes nothing in an optimizer
 
     def capture(self, obj: Any, context: Context) -> SectionSource:
-        holders, params = self.describe(obj, context)
-        source = SectionSource()
-        if context.trainable_only:
-            params = _leave_out_frozen(params, source)
-        for named in params:
-            capture_state(named, source, compare=context.world_size > 1)
-        where = f"{context.section}.param_groups"
-        for group, names in groups_of(params):
-            options = options_of(group, where)
-            source.values.update({group_path(name): options for name in names})
-        source.values.update({path: options_of(group, where) for path, group in empty_groups(holders)})
-        lineages = {id(holder): lineage_of(holder.optimizer) for holder in holders}
-        source.values.update({class_path(name): lineages[id(n.holder)] for n in params for name in n.names})
-        source.values.update(_shared_values(holders))
-        source.values.update({path: averager.step for path, averager in _averagers(holders).items()})
-        source.values.update(_orders(params))
-        source.values.update(_owner_of_masters(params))
-        return source
+        return capture_by_name(*self.describe(obj, context), context)
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
         holders, params = self.describe(obj, context)
         return fill_by_name(holders, params, context, stored)
+
+
+def capture_by_name(holders: Sequence[StateHolder], params: list[NamedParam], context: Context) -> SectionSource:
+    """Describe the state and the hyper-parameters of these parameters."""
+    source = SectionSource()
+    if context.trainable_only:
+        params = _leave_out_frozen(params, source)
+    for named in params:
+        capture_state(named, source, compare=context.world_size > 1)
+    where = f"{context.section}.param_groups"
+    for group, names in groups_of(params):
+        options = options_of(group, where)
+        source.values.update({group_path(name): options for name in names})
+    source.values.update({path: options_of(group, where) for path, group in empty_groups(holders)})
+    lineages = {id(holder): lineage_of(holder.optimizer) for holder in holders}
+    source.values.update({class_path(name): lineages[id(n.holder)] for n in params for name in n.names})
+    source.values.update(_shared_values(holders))
+    source.values.update({path: averager.step for path, averager in _averagers(holders).items()})
+    source.values.update(_orders(params))
+    source.values.update(_owner_of_masters(params))
+    return source
 
 
 def _leave_out_frozen(params: list[NamedParam], source: SectionSource) -> list[NamedParam]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
 from ..base import Context
 from ..dtensor import dtensor_around, is_dtensor, local_tensor
-from ..optimizer import LOSS_SCALER, OptimizerAdapter, fill_by_name
+from ..optimizer import LOSS_SCALER, OptimizerAdapter, capture_by_name, fill_by_name
 from ..optimizer_params import NamedParam, OwnedLayout, owned_layouts
 from ..optimizer_state import MASTER, StoredState, state_name
 from ..optimizer_wrappers import StateHolder, as_list
@@ -68,12 +68,10 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
         items = as_list(obj)
         return bool(items) and all(map(is_optimizer, items))
 
-    def describe(self, obj: Any, context: Context) -> tuple[Sequence[StateHolder], list[NamedParam]]:
-        found = _Optimizers(obj, context)
-        return found.holders, found.params
-
     def capture(self, obj: Any, context: Context) -> SectionSource:
-        source = OptimizerAdapter.capture(_WITHOUT_COPIES, obj, context)
+        found = _Optimizers(obj, context)
+        kept = [named for named in found.params if id(named) not in found.copies]
+        source = capture_by_name(found.holders, kept, context)
         for scaler in grad_scalers(obj)[:1]:
             source.values[GRAD_SCALER] = plain_numbers(scaler.state_dict())
         return source
@@ -104,17 +102,6 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
 
         target.apply = apply
         return target
-
-
-class _WithoutCopies(MegatronOptimizerAdapter):
-    """Describes only the parameters that this rank stores."""
-
-    def describe(self, obj: Any, context: Context) -> tuple[Sequence[StateHolder], list[NamedParam]]:
-        found = _Optimizers(obj, context)
-        return found.holders, [named for named in found.params if id(named) not in found.copies]
-
-
-_WITHOUT_COPIES = _WithoutCopies()
 
 
 @dataclass(eq=False)

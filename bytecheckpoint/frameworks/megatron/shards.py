@@ -65,22 +65,6 @@ class ModelShards:
     extra: list[ExtraState] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A box of a global tensor, and where its elements are in the local tensor's memory."""
-
-    fqn: str
-    shape: tuple[int, ...]
-    box: Box
-    start: int
-    strides: tuple[int, ...]
-
-    def part(self) -> ParamPart:
-        lengths = self.box.lengths
-        dense = all(n == 1 or a == b for n, a, b in zip(lengths, self.strides, row_major_strides(lengths), strict=True))
-        return ParamPart(self.fqn, self.shape, self.box, self.start, None if dense else self.strides)
-
-
 def is_a(obj: Any, cls: str) -> bool:
     """Whether an object is an instance of a class, which is named with its module. Imports nothing."""
     module, _, name = cls.rpartition(".")
@@ -167,7 +151,7 @@ class _Reader:
 
     # ------------------------------------------------------------------------------------------------------ tensors
 
-    def _add_tensor(self, entry: Any, pieces: Sequence[_Piece], *, is_padded: bool) -> None:
+    def _add_tensor(self, entry: Any, pieces: Sequence[ParamPart], *, is_padded: bool) -> None:
         tensor = self.local.get(id(entry.data))
         if tensor is None:
             raise UnsupportedTensorError(
@@ -178,23 +162,23 @@ class _Reader:
         rows = getattr(self.chunk, "unpadded_vocab_size", None)
         if is_padded and rows is not None:
             pieces, shapes = _without_padding(pieces[0], int(rows))
-        parts = _joined(sorted((piece.part() for piece in pieces), key=lambda part: part.start))
+        parts = _joined(sorted(pieces, key=lambda piece: piece.start))
         shape = tuple(tensor.shape)
         whole = len(parts) == 1 and parts[0].box.lengths == parts[0].shape == shape
         place = None if whole else _grid_place(parts)
         layout = ParamLayout(shape, tuple(parts), shapes, is_replica=whole, ends_with_padding=is_padded, place=place)
         self.found.tensors[id(tensor)] = ModelTensor(tensor, layout)
 
-    def _piece(self, entry: Any, start: int, strides: tuple[int, ...]) -> _Piece:
+    def _piece(self, entry: Any, start: int, strides: tuple[int, ...]) -> ParamPart:
         prepended = entry.prepend_axis_num
         offsets, shape = tuple(entry.global_offset), tuple(map(int, entry.global_shape))
         fqn = numbered(entry.key, offsets[:prepended])
         if len(entry.local_shape) != len(shape) - prepended:
             raise UnsupportedTensorError(f"{entry.key}: a local shape {entry.local_shape} in a tensor of shape {shape}")
         box = Box(tuple(map(int, offsets[prepended:])), tuple(map(int, entry.local_shape)))
-        return _Piece(fqn, shape[prepended:], box, start, strides)
+        return ParamPart.strided(fqn, shape[prepended:], box, start, strides)
 
-    def _built(self, factory: Any) -> list[_Piece]:
+    def _built(self, factory: Any) -> list[ParamPart]:
         """The boxes of a factory, from the views that it makes of a tensor without memory."""
         shape = tuple(factory.data.shape)
         blank = torch.empty(shape, dtype=factory.data.dtype, device="meta")
@@ -269,7 +253,7 @@ def numbered(key: str, indices: Sequence[int]) -> str:
     return key
 
 
-def _merged(pieces: Sequence[_Piece]) -> list[_Piece]:
+def _merged(pieces: Sequence[ParamPart]) -> list[ParamPart]:
     """Join the tensors ``x_w`` and ``x_v``, the halves of a gated linear unit, to one tensor ``x``."""
     names = {piece.fqn for piece in pieces}
     result = []
@@ -278,16 +262,16 @@ def _merged(pieces: Sequence[_Piece]) -> list[_Piece]:
         if half in HALVES and {stem + half for half in HALVES} <= names:
             rows = piece.shape[0]
             box = piece.box.shift([rows * HALVES.index(half), *(0 for _ in piece.shape[1:])])
-            piece = replace(piece, fqn=stem, shape=(2 * rows, *piece.shape[1:]), box=box)
+            piece = piece._replace(fqn=stem, shape=(2 * rows, *piece.shape[1:]), box=box)
         result.append(piece)
     return result
 
 
-def _without_padding(piece: _Piece, rows: int) -> tuple[list[_Piece], dict[str, tuple[int, ...]]]:
+def _without_padding(piece: ParamPart, rows: int) -> tuple[list[ParamPart], dict[str, tuple[int, ...]]]:
     """The rows of a vocabulary that are not padding."""
     shape = (min(rows, piece.shape[0]), *piece.shape[1:])
     box = piece.box.intersect(Box.whole(shape))
-    return [replace(piece, shape=shape, box=box)] if box is not None else [], {piece.fqn: shape}
+    return [piece._replace(shape=shape, box=box)] if box is not None else [], {piece.fqn: shape}
 
 
 def _joined(parts: Sequence[ParamPart]) -> list[ParamPart]:
