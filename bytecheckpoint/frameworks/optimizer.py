@@ -17,7 +17,7 @@ from ..errors import MismatchError, StateError, UnserializableError
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
 from .optimizer_class import class_path, lineage_of, require_same_class
-from .optimizer_groups import GroupOptions, empty_groups, group_path, groups_of, options_of
+from .optimizer_groups import agreed_options, empty_groups, group_path, groups_of, options_of, set_options
 from .optimizer_params import NamedParam, named_params
 from .optimizer_state import MASTERS_OF, StoredState, capture_state, state_name
 from .optimizer_target import StateFiller
@@ -148,7 +148,7 @@ def _fill(
     orders = _orders(params)
     _require_same_orders(orders, stored)
     groups, empty = groups_of(params), list(empty_groups(holders))
-    GroupOptions(groups, stored.values)  # to find faults
+    agreed_options(groups, empty, stored.values)  # to find faults
 
     target = SectionTarget()
     filler = StateFiller(target, state, context.device)
@@ -176,10 +176,9 @@ def _fill(
         target.optional.add(MASTERS_OF)
 
     def apply(values: Mapping[Path, Any]) -> None:
-        options = GroupOptions(groups, values)
-        options.add_empty(empty, values)
+        options = agreed_options(groups, empty, values)
         filler.finish(values)
-        options.apply()
+        set_options(options)
         for path in shared:
             if path in values:
                 holders[int(path[1])].state[path[2]] = values[path]

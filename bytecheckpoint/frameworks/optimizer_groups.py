@@ -29,6 +29,9 @@ _EXPERT_MARKS = frozenset({"moe", "name"})
 _GroupParams = tuple["MutableMapping[str, Any]", "list[str]"]
 """A group and the names of its parameters."""
 
+_GroupOptions = tuple["MutableMapping[str, Any]", "dict[str, Any]"]
+"""A group and the stored hyper-parameters to set."""
+
 
 def group_path(fqn: str) -> Path:
     """The path of the hyper-parameters of the parameter ``fqn``."""
@@ -72,32 +75,17 @@ def _plain(value: Any, where: str) -> Any:
     return value
 
 
-class GroupOptions:
-    """The stored hyper-parameters of the groups of a target, which ``apply`` sets.
+def agreed_options(
+    groups: Iterable[_GroupParams],
+    empty: Iterable[tuple[Path, MutableMapping[str, Any]]],
+    values: Mapping[Path, Any],
+) -> list[_GroupOptions]:
+    """For each group, the stored hyper-parameters that its parameters have in common. ``empty`` groups have a path.
 
     Groups that are not stored are left out. Raises ``MismatchError`` (kind ``value``) if the parameters of one group
     were stored with different hyper-parameters, since no choice between them would be right.
     """
-
-    def __init__(self, groups: Iterable[_GroupParams], values: Mapping[Path, Any]) -> None:
-        self._chosen = agreed_options(groups, values)
-
-    def add_empty(self, groups: Iterable[tuple[Path, MutableMapping[str, Any]]], values: Mapping[Path, Any]) -> None:
-        """Add the hyper-parameters of groups without parameters."""
-        self._chosen += [(group, _without_flags(values[path])) for path, group in groups if path in values]
-
-    def apply(self) -> None:
-        """Set the hyper-parameters. Existing tensors keep their identity, device and dtype."""
-        for group, options in self._chosen:
-            for key, value in options.items():
-                group[key] = _like(group.get(key), value)
-
-
-def agreed_options(
-    groups: Iterable[_GroupParams], values: Mapping[Path, Any]
-) -> list[tuple[MutableMapping[str, Any], dict[str, Any]]]:
-    """For each group, the stored hyper-parameters that its parameters have in common."""
-    result: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = []
+    result = [(group, _without_flags(values[path])) for path, group in empty if path in values]
     faults: list[tuple[str, str, str]] = []
     for group, names in groups:
         stored = {name: values[path] for name in names if (path := group_path(name)) in values}
@@ -127,6 +115,13 @@ def agreed_options(
             faults,
         )
     return result
+
+
+def set_options(chosen: Iterable[_GroupOptions]) -> None:
+    """Set the hyper-parameters of groups. Existing tensors keep their identity, device and dtype."""
+    for group, options in chosen:
+        for key, value in options.items():
+            group[key] = _like(group.get(key), value)
 
 
 def _are_identical(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:

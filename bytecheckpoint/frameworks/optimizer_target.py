@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionTarget, torch_dtype
 from .dtensor import empty_like_dtensor, is_dtensor
 from .optimizer_class import counts_in_numbers, is_elementwise
+from .optimizer_groups import same_value
 from .optimizer_params import NamedParam
 from .optimizer_state import (
     MASTER,
@@ -195,7 +195,7 @@ class StateFiller:
             if not found:
                 return
             number = next(iter(found.values()))
-            if any(not _same(number, other) for other in found.values()):
+            if any(not same_value(number, other) for other in found.values()):
                 listed = "\n".join(f"  {name}: {value!r}" for name, value in found.items())
                 raise MismatchError(
                     f"{where}: parameters that one flat parameter now combines were saved with different values; load "
@@ -330,18 +330,10 @@ def _replicated(like: Any, local: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _same(left: Any, right: Any) -> bool:
-    return bool(left == right) or (_is_nan(left) and _is_nan(right))
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
-
-
 def _fill(tensor: torch.Tensor, number: Any, where: str) -> torch.Tensor:
     exact = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
     cast = torch.tensor(number, dtype=exact).to(tensor.dtype)
-    if not _same(cast.item(), number):
+    if not same_value(cast.item(), number):
         raise _misfit(where, number, str(tensor.dtype))
     return tensor.copy_(cast.reshape(tensor.shape))
 
@@ -351,7 +343,7 @@ def _as_number(number: Any, kind: type[Any], where: str) -> Any:
         cast = kind(number)
     except (ValueError, OverflowError, TypeError):
         cast = None
-    if cast is None or not _same(cast, number):
+    if cast is None or not same_value(cast, number):
         raise _misfit(where, number, kind.__name__)
     return cast
 

@@ -13,7 +13,7 @@ from ..format.values import MAX_DEPTH, Container, path_name
 from ..tensors.shards import Path, SectionSource
 from .base import Context
 from .digests import tensor_digest
-from .module_tree import has_fsdp1
+from .module_tree import has_fsdp1, tie_key
 from .rng import RNGState
 from .tensors import TensorKind, tensor_kind, tensor_shards
 from .tree_paths import PathIndex, kind_of
@@ -135,37 +135,18 @@ class SameMemory:
     """Names of plain tensors by their memory, to find tied tensors."""
 
     def __init__(self) -> None:
-        # Keyed by address first, since few tensors share one, and a number is the cheapest key.
-        self._rows: dict[int, int] = {}
-        self._names: list[str] = []
         # References keep the tensors alive: reused memory would look like a tie.
-        self._tensors: list[torch.Tensor] = []
-        self._exact: dict[tuple[Any, ...], str] = {}
+        self._first: dict[tuple[object, ...], tuple[str, torch.Tensor]] = {}
 
     def first_name(self, fqn: str, tensor: torch.Tensor, kind: TensorKind) -> str | None:
         """The name of an earlier tensor with exactly the same memory.
 
-        None for the first tensor of any memory, which is recorded, and for tensors that cannot be tied.
+        If there is none, remembers this tensor. A tensor that is empty, not plain or on the meta device is never tied.
         """
-        if not kind.is_plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+        if not kind.is_plain or tensor.is_meta or tensor.numel() == 0 or tensor.layout is not torch.strided:
             return None
-        count = len(self._names)
-        row = self._rows.setdefault(tensor.data_ptr(), count)
-        if row != count:
-            self._exact.setdefault(_extent(self._tensors[row]), self._names[row])
-            key = _extent(tensor)
-            if key in self._exact:
-                return self._exact[key]
-            self._exact[key] = fqn
-        self._names.append(fqn)
-        self._tensors.append(tensor)
-        return None
-
-
-def _extent(tensor: torch.Tensor) -> tuple[Any, ...]:
-    # A lazily conjugated or negated view has other values in the same memory.
-    lazy = (tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy)
+        first, _ = self._first.setdefault(tie_key(tensor, kind), (fqn, tensor))
+        return None if first == fqn else first
 
 
 def _marker(node: Any, kind: str, path: Path) -> Container | None:

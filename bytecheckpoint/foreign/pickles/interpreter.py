@@ -52,7 +52,8 @@ def interpret_prefix(data: bytes, where: str, persistent: Persistent | None = No
     """
     if len(data) - start > MAX_PICKLE_BYTES:
         raise FormatError(f"{where}: its pickle has {len(data)} bytes; at most {MAX_PICKLE_BYTES} are read")
-    stream, machine, position = io.BytesIO(data), Machine(len(data), persistent), start
+    stream, machine = io.BytesIO(data), Machine(len(data), persistent)
+    position: int | None = start
     stream.seek(start)
     try:
         with gc_pause.paused():
