@@ -73,7 +73,7 @@ def sources() -> dict[str, bytes]:
         "old.pt": saved(nested, _use_new_zipfile_serialization=False),
         "metadata": pickle.dumps(metadata, protocol=4),
         "values": pickle.dumps([nested["b"], nested["n"], 2**100, "text", {"x": [1, 2]}], protocol=2),
-        "text": pickle.dumps([nested["b"], 1.5, "text", {"x": [1, 2]}], protocol=0),
+        "framed": pickle.dumps([nested["b"], 1.5, "text", {"x": [1, 2]}, bytearray(3)], protocol=5),
     }
     return found
 

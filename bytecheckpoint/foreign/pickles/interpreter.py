@@ -1,24 +1,24 @@
 """Interpret a pickle without importing, calling or opening anything that it names.
 
 ``pickle`` itself is not used: it runs code, and nine bytes make it allocate half a gigabyte. ``pickletools`` only
-decodes opcodes, and takes no more memory than their bytes.
+decodes the arguments of opcodes, and takes no more memory than their bytes.
 """
 
 from __future__ import annotations
 
 import io
-import pickletools
 from typing import Any
 
 from ...errors import FormatError
 from ...runtime import gc_pause
 from .bounds import check_tree
 from .machine import Machine, Persistent
-from .opcodes import HANDLERS
+from .opcodes import OPCODES
 
 MAX_PICKLE_BYTES = 512 << 20
 """A larger pickle is refused. A million shards take about 150 MB in the metadata of a DCP checkpoint."""
 
+_STOP = b"."
 _FAULTS = (IndexError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
 
 
@@ -52,24 +52,25 @@ def interpret_prefix(data: bytes, where: str, persistent: Persistent | None = No
     """
     if len(data) - start > MAX_PICKLE_BYTES:
         raise FormatError(f"{where}: its pickle has {len(data)} bytes; at most {MAX_PICKLE_BYTES} are read")
-    stream, machine = io.BytesIO(data), Machine(len(data), persistent)
-    position: int | None = start
+    stream, machine, position = io.BytesIO(data), Machine(len(data), persistent), start
     stream.seek(start)
     try:
         with gc_pause.paused():
-            for opcode, argument, position in pickletools.genops(stream):  # noqa: B007 - errors state the position
-                handler = HANDLERS.get(opcode.name)
-                if handler is None:
-                    raise FormatError(f"opcode {opcode.name} is not supported")
-                handler(machine, argument)
+            while code := stream.read(1):
+                position = stream.tell() - 1
+                if code == _STOP:
+                    value = machine.stack.pop()
+                    check_tree(value, limit=1_000_000 + 8 * (position - start))
+                    return value, position + 1
+                if code not in OPCODES:
+                    raise FormatError(f"opcode {code!r} is unknown or not supported")
+                read, handle = OPCODES[code]
+                handle(machine, None if read is None else read(stream))
                 if machine.budget < 0:
                     raise FormatError("its objects would take far more memory than its size explains")
-            value, end = machine.stack.pop(), stream.tell()
-            check_tree(value, limit=1_000_000 + 8 * (end - start))
     except FormatError as error:
         raise FormatError(f"{where}: its pickle is refused at byte {position}: {error}") from error.__cause__
     except _FAULTS as error:
-        if type(error) is ValueError and stream.tell() == len(data):  # of pickletools
-            raise FormatError(f"{where}: its pickle ends early; fetch the file again") from error
-        raise FormatError(f"{where}: its pickle is invalid at byte {position}: {error!r:.200}") from error
-    return value, end
+        if type(error) is not ValueError or stream.tell() < len(data):  # which pickletools raises there
+            raise FormatError(f"{where}: its pickle is invalid at byte {position}: {error!r:.200}") from error
+    raise FormatError(f"{where}: its pickle ends early; fetch the file again")

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import pickletools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...errors import FormatError
 from .machine import Machine
@@ -14,10 +15,6 @@ from .machine import Machine
 _Handler = Callable[[Machine, Any], None]
 
 _MAX_INT_BITS = 4096
-
-
-def _ignored(machine: Machine, argument: Any) -> None:
-    """Frames matter to readers of streams only, and the interpreter takes the result of STOP."""
 
 
 def _protocol(machine: Machine, version: int) -> None:
@@ -132,9 +129,9 @@ def _new_object_with_names(machine: Machine, _: Any) -> None:
     machine.call(machine.stack.pop(), args, kwargs, new=True)
 
 
-HANDLERS: dict[str, _Handler] = {
+_HANDLERS: dict[str, _Handler] = {
     "PROTO": _protocol,
-    **dict.fromkeys(("FRAME", "STOP"), _ignored),
+    "FRAME": lambda machine, _: None,  # frames matter to readers of streams only
     # constants, numbers, text and bytes
     "NONE": _constant(None),
     "NEWTRUE": _constant(True),
@@ -174,4 +171,10 @@ HANDLERS: dict[str, _Handler] = {
     "BUILD": lambda machine, _: machine.build(),
     "BINPERSID": lambda machine, _: machine.resolve(machine.stack.pop()),
 }
-"""The handler of each opcode by its name in ``pickletools``."""
+
+OPCODES: dict[bytes, tuple[Callable[[BinaryIO], Any] | None, _Handler]] = {
+    one.code.encode("latin-1"): (None if one.arg is None else one.arg.reader, _HANDLERS[one.name])
+    for one in pickletools.opcodes
+    if one.name in _HANDLERS
+}
+"""What reads the argument of each opcode, and its handler. STOP has none: the interpreter takes the result."""
