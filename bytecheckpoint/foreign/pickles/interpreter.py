@@ -57,7 +57,7 @@ def interpret_prefix(data: bytes, where: str, persistent: Persistent | None = No
     try:
         with gc_pause.paused():
             while code := stream.read(1):
-                position = stream.tell() - 1
+                position = stream.tell() - 1  # word-ok: a method of files
                 if code == _STOP:
                     value = machine.stack.pop()
                     check_tree(value, limit=1_000_000 + 8 * (position - start))
@@ -71,6 +71,7 @@ def interpret_prefix(data: bytes, where: str, persistent: Persistent | None = No
     except FormatError as error:
         raise FormatError(f"{where}: its pickle is refused at byte {position}: {error}") from error.__cause__
     except _FAULTS as error:
-        if type(error) is not ValueError or stream.tell() < len(data):  # which pickletools raises there
+        # pickletools raises ValueError if an argument reaches beyond the end.
+        if type(error) is not ValueError or stream.tell() < len(data):  # word-ok: a method of files
             raise FormatError(f"{where}: its pickle is invalid at byte {position}: {error!r:.200}") from error
     raise FormatError(f"{where}: its pickle ends early; fetch the file again")
