@@ -165,7 +165,7 @@ def _texts(values: Iterable[object]) -> Iterator[str]:
 
 
 class DependentOption(click.Option):
-    """An option that would have no effect without the option ``needs``, or beside one of ``excludes``.
+    """An option that would have no effect without the option ``needs``, or together with one of ``excludes``.
 
     To give it there is an error.
     """

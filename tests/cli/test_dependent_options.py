@@ -1,4 +1,4 @@
-"""Options that would have no effect: without another one, or beside one."""
+"""Options that would have no effect: without another one, or together with one."""
 
 from __future__ import annotations
 
