@@ -102,8 +102,8 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
     assert comparison is not None
     with clock.on("share"):
         _, _, plan_id, _, share, _, packed_checks = msgpack.unpackb(shares[other])
-        files = local.lay_out(Assignment.from_bytes(share, ordered.plan), ordered.order)
-        checks = ContentChecks.from_bytes(packed_checks, other, ranks, len(local.contents))
+        files = local.lay_out(Assignment.from_bytes(share), ordered.order)
+        checks = ContentChecks.from_bytes(packed_checks, other, ranks)
     everywhere = msgpack.packb([plan_id, sorted(_ARGUMENTS.items())])
     sources = _sources(world, other)
     with clock.on("second"):
@@ -114,7 +114,7 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
     contents = _by_kind(world, world.contents)
     words = []
     for rank, one in enumerate(comparison.checks()):
-        of_rank = ContentChecks.from_bytes(one, rank, ranks, len(contents[rank]))
+        of_rank = ContentChecks.from_bytes(one, rank, ranks)
         words.append(of_rank.summarize(contents[rank], everywhere))
     with clock.on("root second"):
         assert comparison.is_unchanged(words)
@@ -214,7 +214,7 @@ def _summaries(world: World) -> list[bytes]:
     words = []
     for rank, shared in enumerate(digests):
         plan = world.plan(rank)
-        boxes = pack_boxes(plan.own_boxes())
+        boxes = pack_boxes(plan.own_boxes(), plan.tensors)
         words.append(pack_parts([*shared[:3], plan.flat_coordinates().astype("<i4").tobytes(), boxes, *shared[3:]]))
     return words
 

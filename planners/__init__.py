@@ -26,10 +26,20 @@ from .contents import (
     stack_digests,
 )
 from .extents import byte_span, split_box
-from .gather_plan import LAYOUTS, GatherPlan, Layout, plan_gather
+from .gather_plan import GatherPlan, Layout, plan_gather
 from .gather_share import PIECE_SIZE, FragmentSlices, GatherShare
 from .load_plan import LoadPlan, plan_load
-from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, ValueEntry, ValueKey, pack_boxes, unpack_boxes
+from .local_plan import (
+    OWN_BOXES,
+    WHOLE,
+    LocalPlan,
+    PackedBoxes,
+    PlanTable,
+    ValueEntry,
+    ValueKey,
+    pack_boxes,
+    unpack_boxes,
+)
 from .plan_cache import CachedPlan, PlanCache
 from .plan_groups import PlanGroup, mesh_boxes
 from .request_classes import (
@@ -45,13 +55,12 @@ from .request_classes import (
     is_scattered,
 )
 from .ring_plan import Batch, Packet, PartBox, Ring, SharedPart, plan_ring
-from .save_plan import PlannedFile, SavePlan, consecutive_offsets, plan_columns, plan_groups, plan_save
+from .save_plan import PlannedFile, SavePlan, consecutive_offsets, plan_columns, plan_groups
 from .table_merge import PlannedValues
 
 __all__ = [
     "CONTRIBUTION_BYTES",
     "DIGEST_BYTES",
-    "LAYOUTS",
     "OWN_BOXES",
     "PIECE_SIZE",
     "WHOLE",
@@ -70,6 +79,7 @@ __all__ = [
     "Layout",
     "LoadPlan",
     "LocalPlan",
+    "PackedBoxes",
     "Packet",
     "PartBox",
     "PlanCache",
@@ -101,7 +111,6 @@ __all__ = [
     "plan_groups",
     "plan_load",
     "plan_ring",
-    "plan_save",
     "split_box",
     "stack_digests",
     "unpack_boxes",

@@ -6,16 +6,14 @@ the lowest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
 import numpy as np
 
 from ..tensors.tables import Int64, ragged_positions, ragged_starts
-from .local_plan import LocalPlan
 from .rank_sets import RankSets, distinct_sets
-from .wire import Bool, Fields, pack_column, pack_flags, pack_message
+from .wire import Bool, unpack
 
 # Measured costs of a round, and of one member of a set in it, relative to placing one item by heap (about 1.5 us).
 _ROUND_COST, _CELL_COST = 20.0, 0.002
@@ -188,9 +186,6 @@ def _choose_by_rounds(shared: _Shared, forced: Int64, order: Int64) -> Int64:
     return choice
 
 
-_KIND = "save assignment"
-
-
 @dataclass(eq=False)
 class Assignment:
     """What one rank writes.
@@ -206,41 +201,15 @@ class Assignment:
     values: Int64
     shared: Bool
 
-    def to_bytes(self) -> bytes:
-        """Pack for ``from_bytes``.
-
-        Returns:
-            Bytes that any machine can unpack.
-        """
-        sections = [section for section, _ in self.files]
-        rows = [pack_column(rows) for _, rows in self.files]
-        return pack_assignment(sections, rows, pack_column(self.values), pack_flags(self.shared))
-
     @classmethod
-    def from_bytes(cls, data: bytes, plan: LocalPlan | None = None) -> Assignment:
+    def from_bytes(cls, data: bytes) -> Assignment:
         """Unpack what the planning rank sent.
 
         Args:
-            data: What ``to_bytes`` has returned.
-            plan: The plan to whose rows the assignment refers; None to skip this check.
+            data: What ``SavePlan.assignment_bytes`` has returned.
 
         Returns:
             The assignment.
-
-        Raises:
-            PlanError: ``to_bytes`` cannot have written the bytes.
         """
-        fields = Fields(_KIND, data)
-        shards, held = (2**62, 2**62) if plan is None else (len(plan.shards), len(plan.values))
-        sections = fields.strings("sections")
-        rows = fields.columns("rows", len(sections))
-        values = fields.in_range("values", fields.integers("values"), 0, held)
-        files = [
-            (section, fields.in_range("rows", part, 0, shards)) for section, part in zip(sections, rows, strict=True)
-        ]
-        return cls(files, values, fields.flags("shared", len(values)))
-
-
-def pack_assignment(sections: Sequence[str], rows: Sequence[object], values: object, shared: bytes) -> bytes:
-    """Pack an ``Assignment`` whose columns and flags are already packed."""
-    return pack_message(_KIND, {"sections": sections, "rows": rows, "values": values, "shared": shared})
+        files, values, shared = unpack(data)
+        return cls([(section, rows) for section, rows in files], values, shared)

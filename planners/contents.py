@@ -22,10 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..errors import PlanError
 from ..tensors.tables import Int64, ragged_positions, ragged_starts
 from .rank_sets import distinct_sets
-from .wire import Bool, Fields, pack_column, pack_message
+from .wire import Bool, pack, unpack
 
 ContentDigests = npt.NDArray[np.uint8]
 """The digests of a rank's items, by row: ``[n, DIGEST_BYTES]``."""
@@ -34,7 +33,6 @@ DIGEST_BYTES = 16
 CONTRIBUTION_BYTES = 16
 _MARKS_BYTES = 24
 _MARK_BITS = 16
-_KIND, _GROUP_KIND = "content checks", "content checks of many ranks"
 
 
 def stack_digests(digests: Sequence[bytes]) -> ContentDigests:
@@ -113,48 +111,27 @@ class ContentChecks:
         return marks.to_bytes(-(-len(self.differing_items) * self.bits // 8), "little")
 
     @classmethod
-    def from_bytes(cls, data: bytes, rank: int, world_size: int, count: int) -> ContentChecks:
+    def from_bytes(cls, data: bytes, rank: int, world_size: int) -> ContentChecks:
         """Unpack what rank 0 sent.
 
         Args:
             data: One entry of ``ContentComparison.checks``.
             rank: This rank.
             world_size: The number of ranks.
-            count: The number of items that this rank holds.
 
         Returns:
             How this rank summarizes its contents.
-
-        Raises:
-            PlanError: Rank 0 cannot have sent the bytes.
         """
-        outer = Fields(_KIND, data)
-        place = outer.in_range("place", outer.integers("place"), 0, world_size)
-        fields = Fields(_GROUP_KIND, outer.blobs("group", 1)[0])
-        number = fields.in_range("number", fields.integers("number", len(place)), 1, 1 << 31)
-        size = fields.in_range("size", fields.integers("size", len(place)), 1, world_size + 1)
-        if (place >= size).any():
-            raise outer.malformed("a rank is outside a set")
-        equal = [_spelled_out(fields, stretches, count) for stretches in fields.columns("equal", len(place))]
-        differing_items = fields.in_range("differing", fields.integers("differing"), 0, count)
-        (bits,) = fields.in_range("bits", fields.integers("bits", 1), 0, _MARK_BITS + 1).tolist()
-        return cls(rank, world_size, number.tolist(), size.tolist(), equal, differing_items, bits, place.tolist())
+        place, of_group = unpack(data)
+        number, size, stretches, differing_items, bits = unpack(of_group)
+        equal = [ragged_positions(one[::2], one[1::2]) for one in stretches]
+        return cls(rank, world_size, number, size, equal, differing_items, bits, place)
 
 
 def _stretches(items: Int64) -> Int64:
     """Return ascending numbers as runs of consecutive ones: the first of each run and its length."""
     begins = np.flatnonzero(np.diff(items, prepend=-2) != 1)
     return np.stack((items[begins], np.diff(np.append(begins, len(items)))), axis=1).reshape(-1)
-
-
-def _spelled_out(fields: Fields, stretches: Int64, count: int) -> Int64:
-    if len(stretches) % 2:
-        raise fields.malformed("a run of items has no length")
-    first, lengths = stretches[::2], fields.in_range("equal", stretches[1::2], 0, count + 1)
-    fields.in_range("equal", first, 0, count + 1)
-    if int(lengths.sum()) > count:
-        raise fields.malformed("it lists more items than exist")
-    return fields.in_range("equal", ragged_positions(first, lengths), 0, count)
 
 
 def contribution(data: bytes, number: int, place: int, size: int) -> int:
@@ -203,19 +180,12 @@ class ContentComparison:
         packed = [b""] * self._world_size
         for ranks, in_sets, differing_items in self._members:
             sets = [self._sets[which] for which, _ in in_sets]
-            group = pack_message(
-                _GROUP_KIND,
-                {
-                    "number": [which + 1 for which, _ in in_sets],
-                    "size": [len(one) for one in sets],
-                    "equal": [pack_column(_stretches(items)) for _, items in in_sets],
-                    "differing": pack_column(differing_items),
-                    "bits": [self._bits],
-                },
-            )
+            stretches = [_stretches(items) for _, items in in_sets]
+            numbers, sizes = [which + 1 for which, _ in in_sets], list(map(len, sets))
+            group = pack([numbers, sizes, stretches, differing_items, self._bits])
             places = np.array([np.searchsorted(one, ranks) for one in sets], np.int64).reshape(-1, len(ranks))
             for rank, place in zip(ranks.tolist(), places.T.tolist(), strict=True):
-                packed[rank] = pack_message(_KIND, {"place": place, "group": [group]})
+                packed[rank] = pack([place, group])
         return packed
 
     def is_unchanged(self, summaries: Sequence[bytes]) -> bool:
@@ -252,16 +222,7 @@ def compare_contents(held: Sequence[HeldContents], world_size: int) -> ContentCo
 
     Returns:
         The items that differ, and how to detect later changes.
-
-    Raises:
-        PlanError: A rank lists an item twice, or has another number of digests than items.
     """
-    for one in held:
-        if len(set(one.keys)) != len(one.keys) or any(len(c) != len(one.keys) for c in one.contents):
-            raise PlanError(
-                f"rank {int(one.ranks[0])} has {len(one.contents[0])} digests for {len(one.keys)} items, or lists an "
-                "item twice"
-            )
     items = _Items.of(held)
     equal = items.equal(held)
     in_sets = np.flatnonzero(equal & ~items.alone(held))

@@ -9,15 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
-from ..errors import PlanError
 from ..format.safetensors import shard_name
 from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_positions
-from .balance import Assignment
-from .gather_share import PIECE_ALIGNMENT, PIECE_SIZE, GatherShare, item_places
+from .gather_share import PIECE_SIZE, GatherShare, item_places
 from .save_plan import SavePlan, add_whole, lay_out_files, rows_by_rank
 from .wire import Bool
 
@@ -27,8 +25,6 @@ Layout = Literal["shards", "merged", "whole"]
 ``shards`` stores the parts, with irregular ones decomposed into boxes. ``merged`` stores a tensor whole if its parts do
 not form a regular grid. ``whole`` stores every tensor whole.
 """
-
-LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 # The number of a tensor's largest holders that are considered as its owner before all other ranks.
 _MAX_CANDIDATES = 8
@@ -63,14 +59,8 @@ class GatherPlan:
         found[self.stored.file[self.stored.source < 0]] = True
         return found
 
-    @property
-    def bytes_sent(self) -> int:
-        """The bytes that all ranks together send to others."""
-        travels = self.stored.owner[self.target] != self.holder
-        return int(self.boxes.nbytes(self.stored.tensors)[travels].sum())
-
-    def assignment(self, rank: int) -> Assignment:
-        """Return what a rank writes without gathering.
+    def assignment_bytes(self, rank: int) -> bytes:
+        """Return what a rank writes without gathering, packed for ``Assignment.from_bytes``.
 
         Args:
             rank: The rank.
@@ -78,21 +68,10 @@ class GatherPlan:
         Returns:
             Its values, and its files without gathered tensors.
         """
-        return Assignment.from_bytes(self.assignment_bytes(rank))
-
-    def assignment_bytes(self, rank: int) -> bytes:
-        """Return ``assignment``, packed for ``Assignment.from_bytes``.
-
-        Args:
-            rank: The rank.
-
-        Returns:
-            The packed assignment.
-        """
         return self.stored.assignment_bytes(rank, self._files_alone(rank))
 
     def share(self, rank: int) -> GatherShare:
-        """Return what a rank sends, gathers and writes in addition to its ``assignment``.
+        """Return what a rank sends, gathers and writes in addition to its ``assignment_bytes``.
 
         Args:
             rank: The rank.
@@ -189,19 +168,12 @@ def plan_gather(plan: SavePlan, layout: Layout, *, world_size: int, piece_size: 
         plan: The save plan.
         layout: What to store of a tensor that ranks hold in parts (see ``Layout``).
         world_size: The number of ranks.
-        piece_size: Bytes of a file that are gathered and written at once; a multiple of 16.
+        piece_size: Bytes of a file that are gathered and written at once; a multiple of 16, so that no element lies in
+            two pieces.
 
     Returns:
         The gather plan, or None if nothing is gathered and ``plan`` remains as it is.
-
-    Raises:
-        PlanError: The layout or the piece size is not valid.
     """
-    if layout not in LAYOUTS or piece_size < PIECE_ALIGNMENT or piece_size % PIECE_ALIGNMENT:
-        raise PlanError(
-            f"cannot use layout {layout!r} with pieces of {piece_size} bytes; layouts are {', '.join(LAYOUTS)}, and "
-            f"pieces are multiples of {PIECE_ALIGNMENT} bytes"
-        )
     if layout == "shards":
         return None
     shards, tensors = plan.shards, plan.tensors

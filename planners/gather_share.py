@@ -8,16 +8,11 @@ import numpy as np
 
 from ..tensors.tables import BoxTable, Int64, TensorTable
 from .dedup import matrices
-from .local_plan import LocalPlan
-from .wire import MAX_LENGTH, Fields, pack_column, pack_message, tensor_fields
+from .local_plan import LocalPlan, tensor_columns
+from .wire import pack, unpack
 
 PIECE_SIZE = 8 << 20
 """Bytes of a file's data that are gathered and written at once."""
-
-PIECE_ALIGNMENT = 16
-"""Piece sizes are multiples of this many bytes, so that no element lies in two pieces."""
-
-_KIND = "gather share"
 
 
 @dataclass(eq=False)
@@ -42,10 +37,6 @@ class FragmentSlices:
 
     def __len__(self) -> int:
         return len(self.piece)
-
-    @property
-    def nbytes(self) -> int:
-        return int((self.stop - self.start).sum())
 
 
 @dataclass(eq=False)
@@ -77,11 +68,6 @@ class GatherShare:
     def staged(self) -> Int64:
         """Rows of this rank's shards that stay in staging memory until everything is gathered, ascending."""
         return np.union1d(self.sent, self.row[self.row >= 0])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all items."""
-        return int(_nbytes(self.items).sum())
 
     def item_places(self) -> Int64:
         """Return where each item begins in this rank's output. Every file begins on a new piece.
@@ -118,54 +104,22 @@ class GatherShare:
         Returns:
             Bytes that any machine can unpack.
         """
-        boxes = self.boxes
-        return pack_message(
-            _KIND,
-            {
-                "piece_size": pack_column(np.array([self.piece_size], np.int64)),
-                "sent": pack_column(self.sent),
-                "to": pack_column(self.to),
-                "place": pack_column(self.place),
-                **tensor_fields(self.items),
-                "item": pack_column(boxes.tensor),
-                "offsets": pack_column(boxes.offsets),
-                "lengths": pack_column(boxes.lengths),
-                "source": pack_column(self.source),
-                "row": pack_column(self.row + 1),
-            },
-        )
+        columns = (self.sent, self.to, self.place, self.boxes.tensor, self.boxes.offsets, self.boxes.lengths)
+        return pack([self.piece_size, tensor_columns(self.items), columns, self.source, self.row + 1])
 
     @classmethod
-    def from_bytes(cls, data: bytes, plan: LocalPlan, world_size: int) -> GatherShare:
+    def from_bytes(cls, data: bytes) -> GatherShare:
         """Unpack what the planning rank sent.
 
         Args:
             data: What ``to_bytes`` has returned.
-            plan: The plan to whose rows it refers.
-            world_size: The number of ranks.
 
         Returns:
             This rank's part of the gather plan.
-
-        Raises:
-            PlanError: ``to_bytes`` cannot have written the bytes.
         """
-        fields = Fields(_KIND, data)
-        piece = fields.in_range("piece_size", fields.integers("piece_size", 1), PIECE_ALIGNMENT, MAX_LENGTH)
-        sent = fields.in_range("sent", fields.integers("sent"), 0, len(plan.shards))
-        to = fields.in_range("to", fields.integers("to", len(sent)), 0, world_size)
-        place = fields.in_range("place", fields.integers("place", len(sent)), 0, MAX_LENGTH)
-        items = fields.tensors()
-        item = fields.in_range("item", fields.integers("item"), 0, len(items))
-        total = int(items.ndim[item].sum())
-        offsets, lengths = (
-            fields.in_range(name, fields.integers(name, total), 0, MAX_LENGTH) for name in ("offsets", "lengths")
-        )
-        source = fields.in_range("source", fields.integers("source", len(item)), 0, world_size)
-        row = fields.in_range("row", fields.integers("row", len(item)), 0, len(plan.shards) + 1) - 1
-        return cls(
-            int(piece[0]), sent, to, place, items, BoxTable.from_columns(items, item, offsets, lengths), source, row
-        )
+        piece_size, items, (sent, to, place, *boxes), source, row = unpack(data)
+        tensors = TensorTable(*items)
+        return cls(piece_size, sent, to, place, tensors, BoxTable.from_columns(tensors, *boxes), source, row - 1)
 
 
 def item_places(file: Int64, nbytes: Int64, piece_size: int) -> Int64:

@@ -7,33 +7,20 @@ a ``PlanTable``, of which ranks compare only a digest. The rest are boxes that o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import compress
 
 import numpy as np
 
-from ..tensors.dtypes import DTYPES
 from ..tensors.mesh_layout import MeshLayout
-from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_starts
-from .wire import (
-    MAX_LENGTH,
-    Bool,
-    Fields,
-    check_range,
-    malformed,
-    pack_column,
-    pack_flags,
-    pack_message,
-    pack_words,
-    tensor_fields,
-    unpack_words,
-)
+from ..tensors.tables import BoxTable, Int64, TensorTable
+from .wire import Bool, pack, unpack
 
 OWN_BOXES, WHOLE = -1, 0
 """How ranks with the same ``PlanTable`` hold a tensor that no mesh splits: each lists its boxes, or holds it all."""
 
-_TABLE, _BOXES = "plan table", "boxes"
-
+PackedBoxes = Sequence[bytes]
+"""The columns of a ``BoxTable``: tensors, offsets and lengths."""
 
 ValueKey = tuple[str, bytes]
 """Section and encoded path of a plain value."""
@@ -112,24 +99,16 @@ class PlanTable:
         Returns:
             Bytes that any machine can unpack.
         """
-        values = self.values
-        return pack_message(
-            _TABLE,
-            {
-                **tensor_fields(self.tensors),
-                "dtypes": list(DTYPES),
-                "own": pack_flags(self.own),
-                "pinned": pack_flags(self.pinned),
-                "compared": pack_flags(self.compared),
-                "must_match": pack_flags(self.must_match),
-                "held": pack_column(self.held - OWN_BOXES),
-                "layouts": [part for layout in self.layouts for part in _pack_layout(layout)],
-                "value_section": values.sections,
-                "value_path": values.paths,
-                "value_per_rank": pack_flags(values.per_rank),
-                "aliases": [name for pair in self.aliases for name in pair],
-                "sections": [name for pair in self.sections for name in pair],
-            },
+        layouts = [astuple(layout) for layout in self.layouts]
+        return pack(
+            [
+                tensor_columns(self.tensors),
+                [self.own, self.pinned, self.compared, self.must_match, self.held - OWN_BOXES],
+                layouts,
+                [self.values.sections, self.values.paths, self.values.per_rank],
+                self.aliases,
+                self.sections,
+            ]
         )
 
     def common_boxes(self) -> Int64:
@@ -159,31 +138,16 @@ class PlanTable:
 
         Returns:
             The table.
-
-        Raises:
-            PlanError: ``to_bytes`` cannot have written the bytes.
         """
-        fields = Fields(_TABLE, data)
-        # Codes are positions in the sender's dtype table, which depends on the version of the library.
-        if fields.strings("dtypes") != list(DTYPES):
-            raise fields.malformed("the sender has another list of dtypes")
-        tensors = fields.tensors()
-        layouts = _layouts(fields)
-        held = OWN_BOXES + fields.in_range("held", fields.integers("held", len(tensors)), 0, len(layouts) + 2)
-        dims = np.array([0, *(len(layout.cuts) for layout in layouts)], np.int64)
-        if (dims[np.maximum(held, 0)] != tensors.ndim)[held > WHOLE].any():
-            raise fields.malformed("a layout and its tensor have different numbers of dimensions")
+        tensors, (*flags, held), layouts, values, aliases, sections = unpack(data)
         return cls(
-            tensors,
-            fields.flags("own", len(tensors)),
-            fields.flags("pinned", len(tensors)),
-            fields.flags("compared", len(tensors)),
-            fields.flags("must_match", len(tensors)),
-            held,
-            layouts,
-            _values(fields),
-            fields.pairs("aliases"),
-            fields.pairs("sections"),
+            TensorTable(*tensors),
+            *flags,
+            OWN_BOXES + held,
+            [MeshLayout(tuple(shape), tuple(map(tuple, cuts)), tuple(blocks)) for shape, cuts, blocks in layouts],
+            ValueNames(*values),
+            [(alias, target) for alias, target in aliases],
+            [(name, kind) for name, kind in sections],
         )
 
 
@@ -280,19 +244,18 @@ class LocalPlan:
         )
 
 
-def pack_boxes(boxes: BoxTable) -> bytes:
-    """Pack boxes for ``unpack_boxes``.
-
-    Args:
-        boxes: The boxes.
-
-    Returns:
-        Bytes that any machine can unpack; empty if there are no boxes.
-    """
-    return pack_words(boxes.tensor, boxes.offsets, boxes.lengths) if len(boxes) else b""
+def tensor_columns(tensors: TensorTable) -> list[object]:
+    """Return the arguments of ``TensorTable``, to send them."""
+    return [tensors.names, tensors.sections, tensors.section, tensors.dtype, tensors.ndim, tensors.shape]
 
 
-def unpack_boxes(messages: Sequence[bytes], tensors: TensorTable) -> tuple[BoxTable, Int64]:
+def pack_boxes(boxes: BoxTable, tensors: TensorTable) -> PackedBoxes:
+    """Pack boxes of these tensors for ``unpack_boxes``."""
+    word = _word(tensors)
+    return [column.astype(word).tobytes() for column in (boxes.tensor, boxes.offsets, boxes.lengths)]
+
+
+def unpack_boxes(messages: Sequence[PackedBoxes], tensors: TensorTable) -> tuple[BoxTable, Int64]:
     """Unpack the own boxes of several peers.
 
     Args:
@@ -301,56 +264,18 @@ def unpack_boxes(messages: Sequence[bytes], tensors: TensorTable) -> tuple[BoxTa
 
     Returns:
         The boxes of all peers one after the other, and the number of boxes of each peer.
-
-    Raises:
-        PlanError: ``pack_boxes`` cannot have written the bytes.
     """
-    senders = [peer for peer, data in enumerate(messages) if data]
-    counts = np.zeros(len(messages), np.int64)
-    (tensor, rows), (offsets, numbers), (lengths, as_many) = unpack_words(
-        _BOXES, [messages[peer] for peer in senders], 3
-    )
-    counts[senders] = rows
-    check_range(_BOXES, "tensor", tensor, 0, len(tensors))
-    check_range(_BOXES, "offsets", offsets, 0, MAX_LENGTH)
-    check_range(_BOXES, "lengths", lengths, 0, MAX_LENGTH)
-    boxes = BoxTable.from_columns(tensors, tensor, offsets, lengths)
-    # Each peer must send as many numbers as its own boxes have, or they would be attributed to another peer.
-    expected = np.diff(boxes.starts[ragged_starts(rows)])
-    if (numbers != expected).any() or (as_many != expected).any():
-        raise malformed(_BOXES, "boxes and their tensors have different numbers of dimensions")
-    return boxes, counts
+    word = np.dtype(_word(tensors))
+    columns = [np.frombuffer(b"".join(part), word).astype(np.int64) for part in zip(*messages, strict=True)]
+    counts = np.array([len(tensor) // word.itemsize for tensor, _, _ in messages], np.int64)
+    return BoxTable.from_columns(tensors, *columns), counts
+
+
+def _word(tensors: TensorTable) -> str:
+    """The type of numbers that hold every row, offset and length of boxes of these tensors."""
+    return "<u4" if max(len(tensors), int(tensors.shape.max(initial=0))) < 1 << 32 else "<i8"
 
 
 def _common_boxes(held: Int64, layouts: Sequence[MeshLayout]) -> Int64:
     counts: Int64 = np.array([0, 1, *(layout.boxes for layout in layouts)], np.int64)
     return counts[held - OWN_BOXES]
-
-
-def _pack_layout(layout: MeshLayout) -> list[object]:
-    cuts = [number for axis in layout.cuts for number in (len(axis), *axis)]
-    return [pack_column(np.array(numbers, np.int64)) for numbers in (layout.shape, cuts, layout.blocks)]
-
-
-def _layouts(fields: Fields) -> list[MeshLayout]:
-    columns = [one.tolist() for one in fields.columns("layouts")]
-    if len(columns) % 3:
-        raise fields.malformed("a layout is incomplete")
-    layouts = []
-    for shape, numbers, blocks in zip(columns[::3], columns[1::3], columns[2::3], strict=True):
-        cuts = []
-        at = 0
-        while at < len(numbers):
-            stop = at + 1 + max(numbers[at], 0)
-            cuts.append(tuple(numbers[at + 1 : stop]))
-            at = stop
-        try:
-            layouts.append(MeshLayout(tuple(shape), tuple(cuts), tuple(blocks)))
-        except ValueError as error:
-            raise fields.malformed(str(error)) from error
-    return layouts
-
-
-def _values(fields: Fields) -> ValueNames:
-    paths = fields.blobs("value_path")
-    return ValueNames(fields.strings("value_section", len(paths)), paths, fields.flags("value_per_rank", len(paths)))

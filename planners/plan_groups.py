@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import PlanError
 from ..tensors.mesh_layout import MeshLayout
 from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
-from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable
+from .local_plan import OWN_BOXES, WHOLE, PlanTable
 from .rank_sets import RankSets
 
 
@@ -30,12 +30,7 @@ class MeshMembers:
 
 
 def mesh_members(layout: MeshLayout, ranks: Int64, coordinates: Int64) -> MeshMembers:
-    """Group ``ranks`` (ascending) by their ``coordinates`` (``[rank, dimension]``) in the mesh.
-
-    Raises ``PlanError`` for a coordinate outside the mesh.
-    """
-    if ((coordinates < 0) | (coordinates >= np.array(layout.shape, np.int64))).any():
-        raise PlanError(f"the coordinates of a rank are outside its mesh of shape {layout.shape}")
+    """Group ``ranks`` (ascending) by their ``coordinates`` (``[rank, dimension]``) in the mesh."""
     where = np.zeros(len(ranks), np.int64)
     for dim in sorted(dim for axis in layout.cuts for dim in axis):
         where = where * layout.shape[dim] + coordinates[:, dim]
@@ -126,38 +121,13 @@ class PlanGroup:
 
         Returns:
             The group.
-
-        Raises:
-            PlanError: The coordinates do not match the table's meshes.
         """
         dims = [len(layout.shape) for layout in table.layouts]
-        if any(len(place) != sum(dims) for place in positions):
-            raise PlanError(f"ranks {ranks[:8]} did not send their coordinates in {len(dims)} meshes")
         table_of_places = np.array(positions, np.int64).reshape(len(ranks), sum(dims))
         members = np.array(ranks, np.int64)
         index = ragged_positions(np.zeros_like(counts), counts)
         coordinates = np.split(table_of_places, np.cumsum(dims)[:-1], axis=1) if dims else []
         return cls(table, members, coordinates, boxes, np.repeat(members, counts), index)
-
-
-def group_plans(plans: Sequence[LocalPlan]) -> list[PlanGroup]:
-    """Group the plans of all ranks, which are by rank."""
-    tables = [plan.table() for plan in plans]
-    keys: dict[bytes, list[int]] = {}
-    for rank, table in enumerate(tables):
-        keys.setdefault(table.to_bytes() if len(plans) > 1 else b"", []).append(rank)
-    groups = []
-    for ranks in keys.values():
-        table, boxes = tables[ranks[0]], [plans[rank].own_boxes() for rank in ranks]
-        joined = BoxTable.from_columns(
-            table.tensors,
-            np.concatenate([one.tensor for one in boxes]),
-            np.concatenate([one.offsets for one in boxes]),
-            np.concatenate([one.lengths for one in boxes]),
-        )
-        positions = [plans[rank].flat_coordinates() for rank in ranks]
-        groups.append(PlanGroup.of(table, ranks, positions, joined, np.array([len(one) for one in boxes], np.int64)))
-    return groups
 
 
 @dataclass(frozen=True, eq=False)

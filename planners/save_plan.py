@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
+import msgpack
 import numpy as np
 
 from ..errors import PlanError
 from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
-from .balance import Assignment, choose_writers, pack_assignment
+from .balance import choose_writers
 from .coverage import tiling_faults
 from .dedup import ElementNumbers, Replicas, differs, group_replicas, number_elements
-from .local_plan import LocalPlan, ValueKey
-from .plan_groups import HeldRows, PlanGroup, group_plans, held_rows, whole_boxes
+from .local_plan import ValueKey
+from .plan_groups import HeldRows, PlanGroup, held_rows, whole_boxes
 from .rank_sets import RankSets, distinct_sets
 from .table_merge import (
     PlannedValues,
@@ -30,10 +30,10 @@ from .table_merge import (
     merge_values,
     ranks_text,
 )
-from .wire import Bool, pack_columns, pack_flags
+from .wire import Bool, pack, pack_slices
 
 _MAX_ITEMSIZE = 16
-_NO_VALUES = (pack_columns(np.empty(0, np.int64), np.zeros(2, np.int64))[0], b"")
+_NONE: Int64 = np.empty(0, np.int64)
 
 
 def consecutive_offsets(nbytes: Int64) -> tuple[Int64, int]:
@@ -97,20 +97,10 @@ class SavePlan:
     aliases: list[tuple[str, str]] = field(default_factory=list)
     sections: list[tuple[str, str]] = field(default_factory=list)
 
-    def assignment(self, rank: int, files: Sequence[int] | None = None) -> Assignment:
-        """Return what one rank writes.
-
-        Args:
-            rank: The rank.
-            files: Rows of ``files`` to include; None for all files of the rank.
-
-        Returns:
-            The assignment.
-        """
-        return Assignment.from_bytes(self.assignment_bytes(rank, files))
-
     def assignment_bytes(self, rank: int, files: Sequence[int] | None = None) -> bytes:
-        """Return ``assignment``, packed for ``Assignment.from_bytes``. The columns of all ranks are packed at once.
+        """Return what one rank writes, packed for ``Assignment.from_bytes``.
+
+        The columns of all ranks are packed at once.
 
         Args:
             rank: The rank.
@@ -120,10 +110,9 @@ class SavePlan:
             The packed assignment.
         """
         rows = self.file_rows(rank) if files is None else files
-        packed_rows, packed_values = self._packed
-        values, shared = packed_values[rank] if rank < len(packed_values) else _NO_VALUES
-        sections = [self.files[row].section for row in rows]
-        return pack_assignment(sections, [packed_rows[row] for row in rows], values, shared)
+        packed_rows, *columns = self._packed
+        values, shared = (one[rank] if rank < len(one) else _NONE for one in columns)
+        return pack([[(self.files[row].section, packed_rows[row]) for row in rows], values, shared])
 
     def file_rows(self, rank: int) -> Sequence[int]:
         """Return the rows in ``files`` that a rank writes.
@@ -174,15 +163,14 @@ class SavePlan:
         return rows_by_rank(self.values.rank)
 
     @cached_property
-    def _packed(self) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
+    def _packed(self) -> tuple[list[msgpack.ExtType], list[msgpack.ExtType], list[msgpack.ExtType]]:
         """By file, the packed column of its rows; by rank, the packed columns of its values and their flags."""
         order, starts = self._values_by_rank
-        shared = pack_flags(self.values.shared[order])
-        bounds = pairwise(starts.tolist())
-        values = zip(
-            pack_columns(self.values.index[order], starts), [shared[begin:end] for begin, end in bounds], strict=True
+        return (
+            pack_slices(self.source[self.order], self.file_starts),
+            pack_slices(self.values.index[order], starts),
+            pack_slices(self.values.shared[order], starts),
         )
-        return pack_columns(self.source[self.order], self.file_starts), list(values)
 
 
 def rows_by_rank(rank: Int64) -> tuple[Int64, Int64]:
@@ -191,7 +179,7 @@ def rows_by_rank(rank: Int64) -> tuple[Int64, Int64]:
     return order, np.searchsorted(rank[order], np.arange(int(rank.max(initial=-1)) + 2))
 
 
-def plan_save(plans: Sequence[LocalPlan]) -> SavePlan:
+def plan_groups(groups: Sequence[PlanGroup], differing: Collection[ValueKey], *, world_size: int) -> SavePlan:
     """Plan a save of what the ranks hold.
 
     Equal boxes of a tensor are replicas, and one rank writes each; for a pinned tensor it is the lowest holder. Empty
@@ -199,30 +187,7 @@ def plan_save(plans: Sequence[LocalPlan]) -> SavePlan:
     written once.
 
     Args:
-        plans: The plan of each rank, by rank.
-
-    Returns:
-        The plan.
-
-    Raises:
-        PlanError: Ranks describe a tensor, alias or section differently, or boxes overlap, leave their tensor, or leave
-            a hole. The message names every fault of one kind and the ranks concerned.
-    """
-    digests: dict[ValueKey, bytes] = {}
-    differing: set[ValueKey] = set()
-    for plan in plans if len(plans) > 1 else ():
-        for value in plan.values:
-            key = value.section, value.path
-            if digests.setdefault(key, value.digest) != value.digest:
-                differing.add(key)
-    return plan_groups(group_plans(plans), differing, world_size=len(plans))
-
-
-def plan_groups(groups: Sequence[PlanGroup], differing: Collection[ValueKey], *, world_size: int) -> SavePlan:
-    """Plan a save of groups of ranks (see ``plan_save``). Every rank is in one group.
-
-    Args:
-        groups: Ranks with the same table.
+        groups: Ranks with the same table. Every rank is in one group.
         differing: The values that are not equal on all their holders.
         world_size: The number of ranks.
 
@@ -230,7 +195,8 @@ def plan_groups(groups: Sequence[PlanGroup], differing: Collection[ValueKey], *,
         The plan.
 
     Raises:
-        PlanError: As for ``plan_save``.
+        PlanError: Ranks describe a tensor, alias or section differently, or boxes overlap, leave their tensor, or leave
+            a hole. The message names every fault of one kind and the ranks concerned.
     """
     kinds = merge_sections(groups)
     sections = sorted({name for name, _ in kinds}.union(*(group.table.tensors.sections for group in groups)))
@@ -245,10 +211,8 @@ def plan_groups(groups: Sequence[PlanGroup], differing: Collection[ValueKey], *,
     return plan
 
 
-def plan_columns(
-    tensors: TensorTable, boxes: BoxTable, rank: Int64, source: Int64, *, world_size: int, pinned: Bool | None = None
-) -> SavePlan:
-    """Plan a save from columns (see ``plan_save``), without values, aliases or sections; all tensors are shared.
+def plan_columns(tensors: TensorTable, boxes: BoxTable, rank: Int64, source: Int64, *, world_size: int) -> SavePlan:
+    """Plan a save from columns (see ``plan_groups``), without values, aliases or sections; all tensors are shared.
 
     Args:
         tensors: The tensors, sorted by name.
@@ -256,15 +220,14 @@ def plan_columns(
         rank: By row of ``boxes``, the rank that holds it.
         source: By row of ``boxes``, its row in that rank's shards.
         world_size: The number of ranks.
-        pinned: By tensor, whether the lowest holder writes it.
 
     Returns:
         The plan.
 
     Raises:
-        PlanError: As for ``plan_save``.
+        PlanError: As for ``plan_groups``.
     """
-    return _plan(tensors, HeldRows(boxes, rank, source), RankSets(world_size), pinned)
+    return _plan(tensors, HeldRows(boxes, rank, source), RankSets(world_size), None)
 
 
 def _plan(tensors: TensorTable, held: HeldRows, sets: RankSets, pinned: Bool | None) -> SavePlan:

@@ -235,10 +235,7 @@ def _agreed(
 
 
 def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -> PlannedValues:
-    """Plan which rank writes which value. ``differing`` are the keys that are not equal on all their holders.
-
-    Raises ``PlanError`` for a path that a rank lists twice.
-    """
+    """Plan which rank writes which value. ``differing`` are the keys that are not equal on all their holders."""
     lowest_first = sorted(groups, key=lambda group: int(group.ranks[0]))
     tables = [group.table.values for group in lowest_first]
     keys = list(chain.from_iterable(values.keys() for values in tables))
@@ -248,7 +245,6 @@ def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -
     counts = np.array([len(values) for values in tables], np.int64)
     group = np.repeat(np.arange(len(tables)), counts)
     index = ragged_positions(np.zeros_like(counts), counts)
-    _reject_duplicates(lowest_first, distinct, group, number)
     separate = np.zeros(len(distinct), np.bool_)
     separate[[number_of[key] for key in differing if key in number_of]] = True
     for_each = np.concatenate([np.empty(0, np.bool_), *(values.per_rank for values in tables)])
@@ -266,13 +262,3 @@ def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -
     row, rank = row[order], rank[order]
     written = number[row]
     return PlannedValues(list(map(distinct.__getitem__, written.tolist())), rank, index[row], ~separate[written])
-
-
-def _reject_duplicates(groups: Sequence[PlanGroup], keys: list[ValueKey], group: Int64, number: Int64) -> None:
-    pairs = np.sort(group * len(keys) + number)
-    twice = pairs[1:][pairs[1:] == pairs[:-1]]
-    if len(twice):
-        which, key = divmod(int(twice[0]), len(keys))
-        section, path = keys[key]
-        where = f"section {section!r}: {ranks_text(groups[which].ranks.tolist())}"
-        raise PlanError(f"{where} holds the value at {path!r} twice")

@@ -28,12 +28,6 @@ class Streams(ABC):
     has failed on all ranks, and they are closed with it.
     """
 
-    bytes_sent = 0
-    """Bytes sent so far on all channels."""
-
-    bytes_received = 0
-    """Bytes received so far on all channels."""
-
     @abstractmethod
     def send(self, to: int, channel: str, data: Buffer) -> None:
         """Send bytes to a rank; return when the operating system has accepted all of them.

@@ -35,20 +35,16 @@ class SocketStreams(Streams):
         self._is_closed = False
 
     def send(self, to: int, channel: str, data: Buffer) -> None:
-        nbytes, wait = len(memoryview(data).cast("B")), self._wait_for(to, f"stream {channel!r} to rank {to}")
+        wait = self._wait_for(to, f"stream {channel!r} to rank {to}")
         with wait.reporting_loss():
-            if nbytes:
+            if len(data):
                 send(self._connection_to(to, channel, wait), data, wait.until_ready)
-        with self._lock:
-            self.bytes_sent += nbytes
 
     def receive(self, source: int, channel: str, into: Buffer) -> None:
-        nbytes, wait = len(memoryview(into).cast("B")), self._wait_for(source, f"stream {channel!r} from rank {source}")
+        wait = self._wait_for(source, f"stream {channel!r} from rank {source}")
         with wait.reporting_loss():
-            if nbytes:
+            if len(into):
                 receive_into(self._connection_from(source, channel, wait), into, wait.until_ready)
-        with self._lock:
-            self.bytes_received += nbytes
 
     def close(self) -> None:
         """Close the outgoing connections; what the operating system has accepted is still delivered. Never raises."""

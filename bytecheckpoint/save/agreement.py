@@ -22,7 +22,7 @@ from ..control.base import Operation
 from ..engine.files import FileLayout
 from ..engine.merging.merge import MergeWork
 from ..errors import DisagreementError, PlanError
-from ..planners import CONTRIBUTION_BYTES, CachedPlan, PlanCache, pack_boxes
+from ..planners import CONTRIBUTION_BYTES, CachedPlan, PackedBoxes, PlanCache, pack_boxes
 from .local_state import LocalState, OrderedPlan
 from .selection import raise_unmatched
 
@@ -88,7 +88,7 @@ class RankSummary(NamedTuple):
     table_digest: bytes
     contents_digest: bytes
     places: bytes
-    boxes: bytes
+    boxes: PackedBoxes
     unmatched: bytes
     replicas: bytes
 
@@ -100,7 +100,7 @@ class RankSummary(NamedTuple):
             xxhash.xxh3_128_digest(ordered.table),
             xxhash.xxh3_128_digest(local.contents.tobytes()),
             ordered.plan.flat_coordinates().astype("<i4").tobytes(),
-            pack_boxes(ordered.plan.own_boxes()),
+            pack_boxes(ordered.plan.own_boxes(), ordered.plan.tensors),
             msgpack.packb(local.unmatched),
             local.declared.checksum().to_bytes(CONTRIBUTION_BYTES, "little"),
         )

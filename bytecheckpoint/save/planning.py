@@ -17,7 +17,6 @@ from typing import Any
 
 import msgpack
 import numpy as np
-import xxhash
 
 from ..checkpoint.attempts import attempt_name, new_attempt_id
 from ..control.base import Operation
@@ -88,12 +87,11 @@ def plan_save(
     else:
         raise PlanError(f"rank 0 had no plan after {_MAX_ROUNDS} rounds of messages")
     attempt_id, plan_id, nbytes, assignment_bytes, gather_bytes, checks = content
-    assignment = Assignment.from_bytes(assignment_bytes, ordered.plan)
+    assignment = Assignment.from_bytes(assignment_bytes)
     merge = None
     if gather_bytes:
-        gather = GatherShare.from_bytes(gather_bytes, ordered.plan, op.world_size)
-        merge = MergeWork.of(gather, ordered.plan, HEADER_METADATA)
-    content_checks = ContentChecks.from_bytes(checks, op.rank, op.world_size, len(local.contents))
+        merge = MergeWork.of(GatherShare.from_bytes(gather_bytes), ordered.plan, HEADER_METADATA)
+    content_checks = ContentChecks.from_bytes(checks, op.rank, op.world_size)
     files = local.lay_out(assignment, ordered.order)
     planned = CachedPlan(plan_id, assignment, content_checks, nbytes, separated, ordered.order, files, merge=merge)
     if negotiation is not None:
@@ -166,15 +164,10 @@ class PlanNegotiation:
             self._summaries = [RankSummary(*reply) for reply in replies]
             self._tables[self._summaries[0].table_digest] = ordered.plan.table()
             return
-        for rank, (requested, summary, (table, contents)) in enumerate(
-            zip(self._requests, self._summaries, replies, strict=True)
-        ):
-            sends_table, sends_contents = requested
-            if sends_table:
-                _verify(rank, "table", table, summary.table_digest)
+        for summary, (table, contents) in zip(self._summaries, replies, strict=True):
+            if summary.table_digest not in self._tables:
                 self._tables[summary.table_digest] = PlanTable.from_bytes(table)
-            if sends_contents:
-                _verify(rank, "contents", contents, summary.contents_digest)
+            if summary.contents_digest not in self._contents:
                 digests = np.frombuffer(contents, np.uint8).reshape(-1, DIGEST_BYTES)
                 self._contents[summary.contents_digest] = digests
 
@@ -238,8 +231,3 @@ def _contents_by_rank(
                     content = (metas[key], contents[item].tobytes())
                     found.setdefault(key, {}).setdefault(content, []).append(rank)
     return found
-
-
-def _verify(rank: int, what: str, data: bytes, digest: bytes) -> None:
-    if xxhash.xxh3_128_digest(data) != digest:
-        raise PlanError(f"rank {rank} sent {what} whose digest differs from the one it announced")

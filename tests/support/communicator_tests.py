@@ -218,7 +218,6 @@ class CommunicatorConformance:
                 for future in sent:
                     future.result(time_limit(30))
             assert received == content
-            assert (streams.bytes_sent, streams.bytes_received) == (len(content), len(content))
             operation.barrier("received")
 
         _run(communicators, forward)

@@ -49,7 +49,6 @@ class PieceFill:
         self._first_group = [*first.tolist(), len(begins)]
         self._item, self._row = share.boxes.tensor.tolist(), share.row.tolist()
         self._places, self._sizes = share.item_places().tolist(), share.items.itemsize().tolist()
-        self.bytes_received = 0
 
     def fill(self, number: int, out: torch.Tensor, scratch: torch.Tensor) -> None:
         """Fill ``out`` (flat uint8, one piece long) with piece ``pieces[number]``. Waits for the other ranks' bytes."""
@@ -88,7 +87,6 @@ class PieceFill:
 
     def _receive(self, peer: int, into: torch.Tensor) -> None:
         self._streams.receive(peer, CHANNEL, byte_view(into))
-        self.bytes_received += len(into)
 
     def _scatter(self, part: torch.Tensor, row: int, piece: int, out: torch.Tensor) -> None:
         """Copy consecutive bytes of a box to their places in the piece, which is row-major.
