@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -20,16 +20,15 @@ from ...format.manifest import Manifest
 from ...storage_backends.base import StorageBackend
 from ...telemetry.trace import Timings
 from .bounce import BouncePool
-from .checks import ChunkCheck, CrcCheck, CrcTable
+from .checks import CrcCheck, CrcTable
 from .fetch import Fetcher
-from .frame_reader import FrameReader
 from .placement import ReadPart
 from .read_plan import ReadPlan, plan_reads
 from .stored_files import OpenFiles, StoredFiles, read_stored_file, source_after
 from .task_queue import TaskQueue
 from .views import StoredViews
 
-__all__ = ["ReadPart", "ReadStats", "ShardReader", "StoredShard"]
+__all__ = ["ReadPart", "ReadStats", "ShardReader"]
 
 # Threads at work, if the executor has that many. One per processor checks and copies cached bytes. Two more that wait
 # keep a local device busy; additional threads would only compete for the GIL and the processor's cache. A remote store
@@ -45,7 +44,6 @@ _DEVICE_BYTES = 8 << 20  # of a read for a GPU, which takes the bytes from memor
 # Bytes between two ranges that are read rather than skipped, as a share of a read: a remote store's 1 to 2 MiB take as
 # much processor time as a request (benchmarks/object_store.py).
 _GAPS_PER_READ, _REMOTE_GAPS_PER_READ = 32, 8
-_SHARD_PIECE_BYTES = 8 << 20
 
 
 @dataclass
@@ -97,7 +95,6 @@ class ShardReader:
         self.bounce_pool = BouncePool() if bounce_pool is None else bounce_pool
         self.source = StoredFiles(backend, self.stored)
         self.crcs = crcs
-        self.shard_crcs = self.crc_check()
         self.timings = timings or Timings("read", url=backend.url)
         self._executor = executor
         self._heads_checked: set[int] = set()
@@ -156,17 +153,6 @@ class ShardReader:
         requested = sum(part.out.numel() * part.out.element_size() for part in parts)
         return min(self.read_size, max(_MIN_REMOTE_BYTES, requested // (2 * _REMOTE_THREADS)))
 
-    def shard(self, row: int) -> StoredShard:
-        """Return shard ``row`` of ``stored``, to fetch its bytes unchanged. Call ``finish_shards`` after the last."""
-        return StoredShard(self, row)
-
-    def finish_shards(self) -> None:
-        """Compare the CRC-32s of the ranges that ``StoredShard.fetch`` has read completely.
-
-        Raises ``CorruptionError``.
-        """
-        self._finish(self.shard_crcs)
-
     def crc_check(self) -> CrcCheck | None:
         """Return a new check of the CRC-32s, if there are any."""
         return None if self.crcs is None else CrcCheck(self.source, self.crcs)
@@ -195,15 +181,11 @@ class ShardReader:
         self, error: CorruptionError | StorageError, plan: ReadPlan, extents: range, *, checked: bool
     ) -> Fetcher | None:
         """Return what fetches these extents, once, from where to read after ``error``; None if it must be raised."""
-        other = self._fall_back(error)
+        other = source_after(self.backend, error)
         if other is None:
             return None
-        return self.fetcher(plan, OpenFiles(other, {plan.file_of(extents): 1}), checked=checked)
-
-    def _fall_back(self, error: CorruptionError | StorageError) -> StoredFiles | None:
-        """Return the files to read instead, after ``error`` (see ``source_after``); None if there are none."""
-        other = source_after(self.backend, error)
-        return None if other is None else StoredFiles(other, self.stored)
+        files = OpenFiles(StoredFiles(other, self.stored), {plan.file_of(extents): 1})
+        return self.fetcher(plan, files, checked=checked)
 
     def _heads(self, files: Sequence[int]) -> list[int]:
         """Return the files whose header has not been checked yet. The header identifies a file that was swapped."""
@@ -213,65 +195,6 @@ class ShardReader:
         read_stored_file(self.backend, self.stored, file, head_only=True)
         self.count_read(int(self.stored.files.head_length[file]))
         self._heads_checked.add(file)
-
-
-class StoredShard:
-    """The ``length`` bytes of one shard, with a checksum per ``chunk_size`` bytes. Thread-safe."""
-
-    def __init__(self, reader: ShardReader, row: int) -> None:
-        self._reader, self._row = reader, row
-        self._file = int(reader.stored.shard_file[row])
-        self._begin = int(reader.stored.files.head_length[self._file] + reader.stored.shard_offset[row])
-        self.length = int(reader.stored.shard_nbytes[row])
-        self.chunk_size = int(reader.stored.files.chunk_size[self._file])
-
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges ``(start, stop)`` of whole chunks to fetch: 8 MiB each, or one chunk if that is longer."""
-        step = max(_SHARD_PIECE_BYTES - _SHARD_PIECE_BYTES % self.chunk_size, self.chunk_size)
-        return ((start, min(start + step, self.length)) for start in range(0, self.length, step))
-
-    def fetch(self, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes from ``start`` on, and check them unless the reader skips checksums.
-
-        The range consists of whole chunks. Raises ``CorruptionError`` and ``StorageError`` as ``ShardReader.read``.
-        """
-        reader, begin = self._reader, self._begin + start
-        try:
-            self._fetch(reader.source, begin, buffer)
-        except (CorruptionError, StorageError) as error:
-            other = reader._fall_back(error)
-            if other is None:
-                raise
-            self._fetch(other, begin, buffer)
-
-    def _fetch(self, source: StoredFiles, begin: int, buffer: memoryview) -> None:
-        reader = self._reader
-        try:
-            if source.is_encoded(self._file):
-                self._decode(source, begin, buffer)
-            else:
-                source.backend.read_into(reader.stored.files.name[self._file], begin, buffer)
-        except CorruptionError:
-            raise
-        except StorageError as error:
-            end = begin + len(buffer)
-            raise source.read_error(self._file, self._row, begin, end, error) from error
-        reader.count_read(len(buffer))
-        if reader.shard_crcs is not None:
-            reader.shard_crcs.feed(self._file, begin, buffer)
-        if reader.verify:
-            ChunkCheck(source, self._file, _raise).feed(self._row, self._begin, begin, buffer)
-
-    def _decode(self, source: StoredFiles, begin: int, buffer: memoryview) -> None:
-        reader, longest = self._reader, max(len(buffer), self.chunk_size)
-        with (
-            source.open(self._file, self._row) as opened,
-            reader.bounce_pool.lend(longest) as scratch,
-        ):
-            frames = FrameReader(
-                source, self._file, opened, lambda: scratch.view[:longest], _raise if reader.verify else None
-            )
-            frames.read(begin, [buffer])
 
 
 def _widen(queue: TaskQueue, direct: bool) -> None:  # noqa: FBT001 - the fetcher calls it with one argument

@@ -127,7 +127,6 @@ def run_reads(op: Operation, planned: PlannedReads) -> int:
                 for future in futures:
                     future.cancel()
                 raise
-    planned.reader.finish_shards()
     return sum(exchange.bytes_received for exchange in exchanges)
 
 
