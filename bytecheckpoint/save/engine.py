@@ -157,20 +157,33 @@ class SaveEngine(IOEngine):
                 pool.start()
             self._has_started = True
 
-    def grow_arena(self, goal: int, prepare: Callable[[Block], None] | None = None) -> None:
-        """Fault in staging memory in the background until the arena has ``goal`` blocks; pass each to ``prepare``."""
+    def grow_arena(
+        self, goal: int, prepare: Callable[[Block], None] | None = None, *, threads: int = 0
+    ) -> list[Future[None]]:
+        """Fault in staging memory in the background until the arena has ``goal`` blocks; pass each to ``prepare``.
+
+        Args:
+            goal: The number of blocks.
+            prepare: Called with each new block.
+            threads: How many threads do it; 0 for as many as may help the caller to copy.
+
+        Returns:
+            Tasks, which raise ``StateError`` if there is no memory.
+        """
 
         def add_blocks() -> None:
             try:
                 while not self._closed and self.arena.add(goal, prepare):
                     pass
-            except Exception as error:  # noqa: BLE001 - a save makes do with the blocks that exist
+            except Exception as error:
                 _log.warning("staging memory stays at %d bytes: %s", self.arena.nbytes, error)
+                raise
 
+        tasks: list[Future[None]] = []
         if self.arena.blocks < goal:
             with suppress(RuntimeError):  # closed: the save itself fails
-                for _ in range(max(1, self.copy_helpers)):
-                    self.io.submit(add_blocks)
+                tasks += [self.io.submit(add_blocks) for _ in range(threads or max(1, self.copy_helpers))]
+        return tasks
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
         """Queue ``task`` for the background thread. Raises ``StateError`` after ``close``."""

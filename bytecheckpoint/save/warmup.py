@@ -50,10 +50,9 @@ def warm_up(
             blocks = engine.arena.blocks_for(nbytes) + (pieces[-1].block + 1 if pieces else 0)
             engine.start_threads()
             engine.arena.make_room(blocks)
-            prepare = block_preparation(images)
-            if wait:
-                engine.arena.prefault(slots * blocks, engine.io, prepare)
-            else:
-                engine.grow_arena(slots * blocks, prepare)
+            threads = engine.io_threads if wait else 0
+            tasks = engine.grow_arena(slots * blocks, block_preparation(images), threads=threads)
+            for task in tasks if wait else ():
+                task.result()
     finally:
         op.close()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, wait
-from typing import Any
 
 from ...errors import DeadlineError, StateError, UsageError
 from ..blocks import PAGE, Block
@@ -128,22 +126,19 @@ class Arena:
             if self._count() >= min(goal, self._capacity):
                 return False
             self._unready += 1
-        self._make_ready(None, prepare)
+        block = None
+        try:
+            block = self._make()
+            block.fault_in(block.nbytes)
+            if prepare is not None:
+                prepare(block)
+        finally:
+            with self._changed:
+                self._unready -= 1
+                if block is not None:
+                    self._idle.append(block)
+                self._changed.notify_all()
         return True
-
-    def prefault(self, blocks: int, executor: Executor, prepare: Callable[[Block], None] | None = None) -> None:
-        """Fault in ``blocks`` blocks, within the capacity, and call ``prepare`` with each that is idle."""
-        with self._changed:
-            goal = min(blocks, self._capacity)
-            known = min(len(self._idle), max(0, goal - self._acquired - self._unready))
-            idle = [self._idle.pop() for _ in range(known)]
-            self._unready += known
-            missing = max(0, goal - self._count())
-        tasks: list[Future[Any]] = [executor.submit(self._make_ready, block, prepare) for block in idle]
-        tasks += [executor.submit(self.add, goal, prepare) for _ in range(missing)]
-        wait(tasks)
-        for task in tasks:
-            task.result()
 
     def release(self, block: Block) -> None:
         """Return a block to the pool, once for each ``acquire``."""
@@ -158,20 +153,6 @@ class Arena:
             idle, self._idle = self._idle, []
         for block in idle:
             block.unpin()
-
-    def _make_ready(self, block: Block | None, prepare: Callable[[Block], None] | None) -> None:
-        """Fault in ``block``, or a new one, which the caller has counted as unready; then it is idle."""
-        try:
-            block = block or self._make()
-            block.fault_in(block.nbytes)
-            if prepare is not None:
-                prepare(block)
-        finally:
-            with self._changed:
-                self._unready -= 1
-                if block is not None:
-                    self._idle.append(block)
-                self._changed.notify_all()
 
     def _count(self) -> int:
         return self._acquired + len(self._idle) + self._unready
