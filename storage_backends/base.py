@@ -190,7 +190,7 @@ class ObjectReader(ABC):
 
     @abstractmethod
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """Fill buffers with consecutive bytes of the object (see ``StorageBackend.read_scattered``).
+        """Fill buffers with consecutive bytes of the object in one operation.
 
         Args:
             offset: The first byte to read.
@@ -409,32 +409,11 @@ class StorageBackend(ABC):
             StorageError: The object ends before the buffer is full, or the read failed.
         """
 
-    def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
-        """Fill many small buffers with consecutive bytes of an object in one operation.
-
-        The default implementation holds a second copy of all bytes in memory, so read a few MiB per call.
-
-        Args:
-            key: The object's key.
-            offset: The first byte to read.
-            buffers: Writable contiguous buffers, filled one after the other.
-
-        Raises:
-            KeyNotFoundError: The key does not exist.
-            StorageError: The object ends before the last buffer is full, or the read failed.
-        """
-        views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
-        whole = bytearray(sum(map(len, views)))
-        self.read_into(key, offset, whole)
-        content, at = memoryview(whole), 0
-        for view in views:
-            view[:] = content[at : at + len(view)]
-            at += len(view)
-
     def open_object(self, key: str) -> ObjectReader:
         """Open an object for many reads.
 
-        The default implementation calls ``read_scattered`` for every read.
+        The default implementation calls ``read_into`` for every read, and copies from a second buffer if there are
+        several to fill.
 
         Args:
             key: The object's key.
@@ -624,8 +603,14 @@ class _RangedReader(ObjectReader):
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
         if len(buffers) == 1:
             self._backend.read_into(self._key, offset, buffers[0])
-        else:
-            self._backend.read_scattered(self._key, offset, buffers)
+            return
+        views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+        whole = bytearray(sum(map(len, views)))
+        self._backend.read_into(self._key, offset, whole)
+        content, at = memoryview(whole), 0
+        for view in views:
+            view[:] = content[at : at + len(view)]
+            at += len(view)
 
 
 class _PiecewiseWriter(PartWriter):

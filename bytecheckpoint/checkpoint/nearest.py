@@ -141,9 +141,6 @@ class NearestBackend(StorageBackend):
         else:
             self._read(key, lambda store: store.read_into(key, offset, buffer))
 
-    def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
-        self._read(key, lambda store: store.read_scattered(key, offset, buffers))
-
     def open_object(self, key: str) -> ObjectReader:
         return self._read(key, lambda store: store.open_object(key))
 

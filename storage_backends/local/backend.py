@@ -168,12 +168,9 @@ class LocalBackend(StorageBackend):
         return writer
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
-        self.read_scattered(key, offset, [buffer])
-
-    def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
         # A descriptor that is kept open would continue to read an object that has been replaced.
         with self._open(key) as opened:
-            opened.read_once(offset, buffers)
+            opened.read_once(offset, buffer)
 
     def open_object(self, key: str) -> ObjectReader:
         return self._open(key)

@@ -19,8 +19,7 @@ import mmap
 import os
 import struct
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 
 import numpy as np
@@ -156,20 +155,13 @@ def write_direct(file: DirectFile, fd: int, data: memoryview, offset: int) -> No
     write_at(fd, data[done - offset :], done)
 
 
-def read_direct(file: DirectFile, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+def read_direct(file: DirectFile, fd: int, buffer: memoryview, offset: int) -> int:
     """Like ``read_scattered_at``, but directly as long as possible; ``fd`` is a descriptor of the same file."""
-    left = deque(buffer for buffer in buffers if len(buffer))
-    done = 0
-    for chunk in file.chunks(offset, sum(map(len, left))):
+    done, array = 0, _as_array(buffer)
+    for chunk in file.chunks(offset, len(buffer)):
+        np.copyto(array[done : done + len(chunk)], chunk)
         done += len(chunk)
-        while len(chunk):
-            buffer = left.popleft()
-            count = min(len(chunk), len(buffer))
-            np.copyto(_as_array(buffer)[:count], chunk[:count])
-            chunk = chunk[count:]
-            if count < len(buffer):
-                left.appendleft(buffer[count:])
-    return done + read_scattered_at(fd, [*left], offset + done)
+    return done + read_scattered_at(fd, [buffer[done:]], offset + done)
 
 
 class _Own(threading.local):

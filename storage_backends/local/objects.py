@@ -159,12 +159,11 @@ class LocalReader(ObjectReader):
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
         self._read(offset, [writable_view(self._action, buffer) for buffer in buffers], None)
 
-    def read_once(self, offset: int, buffers: Sequence[Buffer]) -> None:
+    def read_once(self, offset: int, buffer: Buffer) -> None:
         """Like ``read``, but bypass the page cache if that is faster."""
-        views = [writable_view(self._action, buffer) for buffer in buffers]
-        length = sum(map(len, views))
-        cached = length < MIN_READ or offset < 0 or self.is_cached(offset, length)
-        self._read(offset, views, None if cached else self._open_direct())
+        view = writable_view(self._action, buffer)
+        cached = len(view) < MIN_READ or offset < 0 or self.is_cached(offset, len(view))
+        self._read(offset, [view], None if cached else self._open_direct())
 
     def is_cached(self, offset: int, length: int) -> bool:
         with self._translated_errors():
@@ -211,7 +210,7 @@ class LocalReader(ObjectReader):
             if direct is None:
                 done = read_scattered_at(self.fd, views, offset)
             else:
-                done = read_direct(direct, self.fd, views, offset)
+                done = read_direct(direct, self.fd, views[0], offset)
                 self._check_refused(direct)
         # An empty read beyond the end moves no bytes, but it is out of range.
         if done < end - offset or offset > self.size:

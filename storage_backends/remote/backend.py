@@ -186,10 +186,7 @@ class RemoteBackend(StorageBackend, Generic[_S]):
         return PartsWriter(session, action, self._upload(session, action, key, size), size, self.deadline_s)
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
-        self.read_scattered(key, offset, [buffer])
-
-    def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
-        self._read(key, offset, buffers, "")
+        self._read(key, offset, [buffer], "")
 
     def open_object(self, key: str) -> ObjectReader:
         check_key(key)

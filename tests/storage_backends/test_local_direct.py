@@ -146,7 +146,11 @@ def test_every_alignment(
         where, length, misalignment, parts = request
         start = int(where * (len(content) - 1))
         memory = _memory(min(length, len(content) - start), misalignment)
-        backend.read_scattered("object", start, np.array_split(memory, parts))
+        if parts == 1:
+            backend.read_into("object", start, memory)
+        else:
+            with backend.open_object("object") as opened:
+                opened.read(start, np.array_split(memory, parts))
         assert np.array_equal(memory, content[start : start + len(memory)])
 
     _evict(f"{backend.url}/object")

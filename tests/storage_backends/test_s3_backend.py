@@ -556,7 +556,8 @@ def test_a_read_that_fails_once(
     proxy.kinds.clear()
     proxy.rule = lambda exchange: what if exchange.number == 1 else None
     first, second = bytearray(1000), bytearray(50_000)
-    damaged.read_scattered("object", 5, [first, second])
+    with damaged.open_object("object") as opened:
+        opened.read(5, [first, second])
     assert first + second == DATA[5 : 5 + 51_000]
     assert proxy.kinds == ["get", "get"] or what == "stall"
 

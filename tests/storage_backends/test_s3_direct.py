@@ -36,7 +36,8 @@ def proxy(s3: dict[str, Any]) -> Iterator[FaultProxy]:
 def _read(root: str, options: dict[str, Any]) -> bytes:
     parts = [bytearray(1), bytearray(1 << 20), bytearray(len(DATA) - (1 << 20) - 1)]
     backend = open_backend(root, **options)
-    backend.read_scattered("key", 0, parts)
+    with backend.open_object("key") as opened:
+        opened.read(0, parts)
     assert backend.get("key") == DATA
     return b"".join(parts)
 

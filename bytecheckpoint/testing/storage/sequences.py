@@ -178,10 +178,11 @@ class StoreMachine(RuleBasedStateMachine):
         if end > len(content):
             self._check_read_past_end(key, offset, end)
             return
-        one, scattered = bytearray(sum(lengths)), [bytearray(length) for length in lengths]
+        one, several = bytearray(sum(lengths)), [bytearray(length) for length in lengths]
         self.backend.read_into(self.root + key, offset, one)
-        self.backend.read_scattered(self.root + key, offset, scattered)
-        assert one == b"".join(scattered) == content[offset:end]
+        with self.backend.open_object(self.root + key) as opened:
+            opened.read(offset, several)
+        assert one == b"".join(several) == content[offset:end]
 
     @rule(prefix=st.sampled_from(_PREFIXES))
     def list(self, prefix: str) -> None:
