@@ -6,7 +6,7 @@ it, and it is removed with the checkpoint. Of a copy between two stores, it is i
 
     ["transfer", version, direction, URL of the other side, attempt, rank or nil, source]       first, once
     ["file", key, size, token, part size]                  an upload began; forgets an earlier one of this file
-    ["part", key, number, tag, xxh3-64 of the bytes]       the store has acknowledged a part
+    ["part", key, number, tag]                             the store has acknowledged a part
     ["stored", key]                                        the file is complete and durable
     ["committed"]                                          the local copy is committed, by all ranks of the save
     ["attempt", name]                                      the attempt that a copy makes of it at the target
@@ -190,9 +190,9 @@ class Journal:
         self._append(["file", key, upload.size, upload.token, upload.part_bytes], durable=True)
         self.uploads[key] = upload
 
-    def add_part(self, key: str, number: int, tag: str, checksum: int) -> None:
+    def add_part(self, key: str, number: int, tag: str) -> None:
         """Record that the store has a part."""
-        self._append(["part", key, number, tag, checksum])
+        self._append(["part", key, number, tag])
         self.uploads[key].tags[number] = tag
 
     def add_stored(self, key: str) -> None:
@@ -240,7 +240,7 @@ class Journal:
             case ["file", str(key), int(size), str(token), int(part_bytes)] if part_bytes > 0:
                 self.stored.discard(key)
                 self.uploads[key] = FileUpload(size, token, part_bytes)
-            case ["part", str(key), int(number), str(tag), int()] if key in self.uploads:
+            case ["part", str(key), int(number), str(tag)] if key in self.uploads:
                 self.uploads[key].tags[number] = tag
             case ["stored", str(key)]:
                 self.uploads.pop(key, None)

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event, Lock
 
-import xxhash
-
 from ..errors import KeyNotFoundError, StorageError
 from ..format.manifest import Manifest
 from ..runtime.threads import Threads
@@ -251,7 +249,6 @@ class Transfer:
 
     def _copy_part(self, file: _File, number: int, view: memoryview) -> None:
         file.source.read(number * file.writer.part_bytes, view)
-        checksum = xxhash.xxh3_64_intdigest(view)
         self._pace(len(view))
         if self._ending.is_set():
             return
@@ -260,7 +257,7 @@ class Transfer:
         except KeyNotFoundError as error:
             raise self._lost(file, error) from error
         if self._journal is not None and file.writer.token:
-            self._journal.add_part(file.key, number, tag, checksum)
+            self._journal.add_part(file.key, number, tag)
         with self._counting:
             file.tags[number] = tag
             file.missing.discard(number)

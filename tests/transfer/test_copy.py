@@ -354,7 +354,7 @@ def test_records_that_another_version_may_have_written(tmp_path: Path) -> None:
         journal.add_stored("a")
     [(path, found)] = find_journals(str(tmp_path))
     assert found == head
-    for record in (["part", "none", 3, "tag", 4], ["new"], 7, ["part"], ["file", 1, 2, 3, 4], {}):
+    for record in (["part", "none", 3, "tag"], ["new"], 7, ["part"], ["file", 1, 2, 3, 4], {}):
         body = msgpack.packb(record)
         with open(path, "ab") as file:
             file.write(struct.pack("<IQ", len(body), xxhash.xxh3_64_intdigest(body)) + body)
