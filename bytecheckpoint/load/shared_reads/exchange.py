@@ -8,6 +8,7 @@ costs less than a tenth of the time on the wire.
 
 from __future__ import annotations
 
+import mmap
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ import xxhash
 
 from ...control.base import Operation
 from ...engine.reading.reader import ReadPart, ShardReader
-from ...engine.tensor_bytes import box_view
+from ...engine.tensor_bytes import as_bytes, box_view, byte_view, copy_elements
 from ...errors import CorruptionError
 from ...planners import PartBox, Ring, SharedPart, Stripe
 from ...tensors.geometry import Box
@@ -98,6 +99,7 @@ class SharedBoxes:
 
 
 _HASH = struct.Struct("<Q")
+_MIN_ALONE_BYTES = 64 << 10  # a smaller tensor is cheaper to pack with its neighbours than to send alone
 
 
 class Exchange(ABC):
@@ -129,12 +131,16 @@ class Exchange(ABC):
     def stop(self) -> None:  # noqa: B027 - most exchanges wait for other ranks only, which the failure report ends
         """End waits for reads that will not be done. Called once, after a failure."""
 
-    def _send(self, to: int, views: Iterable[memoryview], checksum: int) -> None:
-        """Send bytes, and their checksum, to ``ranks[to]``."""
+    def _send(self, to: int, views: Iterable[memoryview], checksum: int | None = None) -> None:
+        """Send bytes, and their checksum, which is computed unless it is known, to ``ranks[to]``."""
+        hasher = xxhash.xxh3_64()
         for view in views:
+            if self._verify and checksum is None:
+                hasher.update(view)
             self._streams.send(self._ranks[to], self._name, view)
         if self._verify:
-            self._streams.send(self._ranks[to], self._name, _HASH.pack(checksum))
+            sent = hasher.intdigest() if checksum is None else checksum
+            self._streams.send(self._ranks[to], self._name, _HASH.pack(sent))
 
     def _receive(self, source: int, reader: int, views: Iterator[memoryview], part_boxes: Sequence[PartBox]) -> int:
         """Fill ``views`` from ``ranks[source]`` with bytes that ``ranks[reader]`` read; returns their checksum."""
@@ -164,3 +170,77 @@ def checksum_of(views: Iterable[memoryview]) -> int:
     for view in views:
         hasher.update(view)
     return hasher.intdigest()
+
+
+class Packer:
+    """The bytes of tensors: large ones in place, others, and those that are not plain CPU memory, in copies."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    def views(self, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+        """The bytes in order. Each view is valid until the next one is requested."""
+        for run in _runs(tensors):
+            plain = [_plain(tensor) for tensor in run]
+            if len(run) == 1:
+                yield byte_view(plain[0])
+                continue
+            buffer, at = self._buffer_for(run), 0
+            for source in plain:
+                buffer[at : at + source.nbytes].copy_(as_bytes(source))
+                at += source.nbytes
+            yield byte_view(buffer)
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+        """Views to fill with the bytes. Requesting the next view puts the previous one's bytes in place."""
+        for run in _runs(tensors):
+            # Copies have their own memory: in the buffer, a tensor may not be aligned for its dtype.
+            targets = [tensor if _is_plain(tensor) else _empty_like(tensor) for tensor in run]
+            if len(run) == 1:
+                yield byte_view(targets[0])
+            else:
+                buffer, at = self._buffer_for(run), 0
+                yield byte_view(buffer)
+                for target in targets:
+                    as_bytes(target).copy_(buffer[at : at + target.nbytes])
+                    at += target.nbytes
+            for tensor, target in zip(run, targets, strict=True):
+                if target is not tensor:
+                    copy_elements(tensor, target)
+
+    def _buffer_for(self, run: Sequence[torch.Tensor]) -> torch.Tensor:
+        nbytes = sum(tensor.nbytes for tensor in run)
+        if self._buffer is None or len(self._buffer) < nbytes:
+            self._buffer = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        return self._buffer[:nbytes]
+
+
+def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Large tensors one by one, and runs of neighbouring small ones."""
+    run: list[torch.Tensor] = []
+    for tensor in tensors:
+        if tensor.nbytes < _MIN_ALONE_BYTES:
+            run.append(tensor)
+            continue
+        if run:
+            yield run
+            run = []
+        yield [tensor]
+    if run:
+        yield run
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if _is_plain(tensor):
+        return tensor
+    copied = _empty_like(tensor)
+    copy_elements(copied, tensor)
+    return copied
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from ...engine.tensor_bytes import box_view, byte_view, copy_elements
+from ...engine.tensor_bytes import box_view, copy_elements
 from ...planners import Batch
 from ...tensors.geometry import Box
-from .exchange import Exchange, SharedBoxes, checksum_of
+from .exchange import Exchange, Packer
 
 _BATCHES_AHEAD = 1  # being read while one is sent; more would only take more memory
-_ALIGNMENT_BYTES = 16  # of every part in a message, enough for any dtype
 
 
 class ScatterExchange(Exchange):
@@ -51,54 +49,30 @@ class ScatterExchange(Exchange):
         return frames
 
     def _distribute(self, batch: Batch, read: Future[list[torch.Tensor]]) -> None:
-        frames = read.result()
+        frames, packer = read.result(), Packer()
         for peer in range(len(self._ranks)):
-            message = _Message.of(self._boxes, batch, peer)
+            parts = [box_view(frames[index], box, batch.reads[index].box) for index, box in self._stripe(batch, peer)]
             if peer == self._index:
-                for index, box, _ in message.parts:
-                    part_box = batch.reads[index]
-                    copy_elements(self._boxes.memory(part_box, box), box_view(frames[index], box, part_box.box))
-            elif message.nbytes:
-                buffer = torch.empty(message.nbytes, dtype=torch.uint8)
-                for index, box, begin in message.parts:
-                    part = box_view(frames[index], box, batch.reads[index].box)
-                    copy_elements(_elements(buffer, begin, box, part.dtype), part)
-                views = [byte_view(buffer)]
-                self._send(peer, views, checksum_of(views) if self._verify else 0)
+                for memory, part in zip(self._memory(batch), parts, strict=True):
+                    copy_elements(memory, part)
+            elif parts:
+                self._send(peer, packer.views(parts))
 
     def _receive_all(self, peer: int) -> None:
+        packer = Packer()
         for batch in self._shares.segments[peer]:
-            message = _Message.of(self._boxes, batch, self._index)
-            if not message.nbytes:
-                continue
-            buffer = torch.empty(message.nbytes, dtype=torch.uint8)
-            with self._timings.measure("exchange", message.nbytes):
-                self._receive(peer, peer, iter([byte_view(buffer)]), batch.reads)
-                for index, box, begin in message.parts:
-                    part_box = batch.reads[index]
-                    elements = _elements(buffer, begin, box, self._boxes.dtype(part_box))
-                    copy_elements(self._boxes.memory(part_box, box), elements)
-            self._received[peer] += message.nbytes
+            memory = self._memory(batch)
+            if memory:
+                nbytes = sum(part.nbytes for part in memory)
+                with self._timings.measure("exchange", nbytes):
+                    self._receive(peer, peer, packer.filled(memory), batch.reads)
+                self._received[peer] += nbytes
 
+    def _stripe(self, batch: Batch, peer: int) -> list[tuple[int, Box]]:
+        """The boxes of a batch in one stripe, each with the index of its read."""
+        boxes = [(index, self._boxes.stripe_box(part_box, peer)) for index, part_box in enumerate(batch.reads)]
+        return [(index, box) for index, box in boxes if box is not None]
 
-@dataclass(frozen=True)
-class _Message:
-    """One stripe of a batch in ``nbytes`` bytes. ``parts`` are indices, boxes, and offsets of bytes."""
-
-    parts: list[tuple[int, Box, int]]
-    nbytes: int
-
-    @classmethod
-    def of(cls, boxes: SharedBoxes, batch: Batch, peer: int) -> _Message:
-        parts, at = [], 0
-        for index, part_box in enumerate(batch.reads):
-            box = boxes.stripe_box(part_box, peer)
-            if box is not None:
-                parts.append((index, box, at))
-                nbytes = box.numel * boxes.dtype(part_box).itemsize
-                at += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        return cls(parts, at)
-
-
-def _elements(buffer: torch.Tensor, begin: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    return buffer[begin : begin + box.numel * dtype.itemsize].view(dtype).view(box.lengths)
+    def _memory(self, batch: Batch) -> list[torch.Tensor]:
+        """This rank's memory of its stripe of a batch."""
+        return [self._boxes.memory(batch.reads[index], box) for index, box in self._stripe(batch, self._index)]
