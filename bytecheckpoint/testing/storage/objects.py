@@ -69,12 +69,6 @@ class ObjectTests(StoreTests):
         data[:] = b"after!"
         assert backend.get("object") == b"before"
 
-    def test_put_replaces(self, backend: StorageBackend) -> None:
-        for content in (b"first, long", b"second", b"", b"third, the longest of all"):
-            backend.put("object", content)
-            assert backend.get("object") == content
-        assert [found.key for found in backend.list()] == ["object"]
-
     def test_version_changes(self, backend: StorageBackend) -> None:
         if not self.reports_versions:
             pytest.skip("this store does not report versions")

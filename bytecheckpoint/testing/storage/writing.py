@@ -65,22 +65,6 @@ class WritingTests(StoreTests):
         assert list(backend.incomplete()) == []
         assert backend.get("object") == data
 
-    def test_create_replaces(self, backend: StorageBackend) -> None:
-        backend.put("object", b"an older and longer object")
-        with backend.create("object", 3) as writer:
-            writer.write(0, b"new")
-            writer.complete()
-        assert backend.get("object") == b"new"
-
-    def test_incomplete_object_does_not_complete(self, backend: StorageBackend) -> None:
-        writer = backend.create("object", 10)
-        writer.write(0, b"abc")
-        writer.write(6, b"ghij")
-        with pytest.raises(StorageError, match=r"\[3, 6\)"):
-            writer.complete()
-        writer.abort()
-        assert [*backend.list()] == []
-
     @pytest.mark.parametrize("piece", [(8, b"xyz"), (-1, b"x"), (0, b"x" * 11), (2, b"x"), (0, b"x" * 4), (4, b"xx")])
     def test_stray_pieces_are_refused(self, backend: StorageBackend, piece: tuple[int, bytes]) -> None:
         writer = backend.create("object", 10)
