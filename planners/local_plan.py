@@ -139,10 +139,14 @@ class PlanTable:
         Returns:
             The table.
         """
-        tensors, (*flags, held), layouts, values, aliases, sections = unpack(data)
+        tensors, flags, layouts, values, aliases, sections = unpack(data)
+        own, pinned, compared, must_match, held = flags
         return cls(
             TensorTable(*tensors),
-            *flags,
+            own,
+            pinned,
+            compared,
+            must_match,
             OWN_BOXES + held,
             [MeshLayout(tuple(shape), tuple(map(tuple, cuts)), tuple(blocks)) for shape, cuts, blocks in layouts],
             ValueNames(*values),

@@ -45,5 +45,5 @@ def _packed(values: Int64 | Bool) -> msgpack.ExtType:
     return msgpack.ExtType(code, values.astype(_TYPES[code], copy=False).tobytes())
 
 
-def _unpacked(code: int, data: bytes) -> Int64 | Bool:
+def _unpacked(code: int, data: bytes) -> Any:
     return np.frombuffer(data, _TYPES[code]).astype(np.int64 if code else np.bool_)
