@@ -254,7 +254,15 @@ def tensor_columns(tensors: TensorTable) -> list[object]:
 
 
 def pack_boxes(boxes: BoxTable, tensors: TensorTable) -> PackedBoxes:
-    """Pack boxes of these tensors for ``unpack_boxes``."""
+    """Pack boxes for ``unpack_boxes``.
+
+    Args:
+        boxes: The boxes.
+        tensors: The tensors to which they refer.
+
+    Returns:
+        Their tensors, offsets and lengths.
+    """
     word = _word(tensors)
     return [column.astype(word).tobytes() for column in (boxes.tensor, boxes.offsets, boxes.lengths)]
 
