@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError, RankFailedError
-from bytecheckpoint.load.shared_reads.exchange import Exchange
+from bytecheckpoint.load.shared_reads.scatter import ScatterExchange
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -135,15 +135,15 @@ def test_memory_of_any_kind_is_filled(rank_pool: RankPool, saved: Path) -> None:
 
 def _load_damaged(rank: int, world_size: int, path: str, damaged: int | None) -> Any:
     tensors = empty(world_size)
-    real = Exchange._send
+    real = ScatterExchange._send
     if rank == damaged:
-        Exchange._send = lambda self, to, views: real(self, to, views, checksum=1)  # type: ignore[method-assign]
+        ScatterExchange._send = lambda *args: real(*args, checksum=1)  # type: ignore[method-assign]
     try:
         bcp.load(path, {"model": tensors}, options=bcp.LoadOptions(share_reads="always", deadline_s=time_limit(60)))
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
     finally:
-        Exchange._send = real  # type: ignore[method-assign]
+        ScatterExchange._send = real  # type: ignore[method-assign]
     return None
 
 
