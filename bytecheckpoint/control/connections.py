@@ -9,8 +9,8 @@ engine) and never travels on the connection:
 
 Both MACs are keyed BLAKE2b over the two random values and the introduction, each for its own end. A process that reuses
 an address thus learns nothing, and a recorded handshake cannot be replayed or reflected. Before the key is proven, a
-stranger makes this process read 4 KiB at most, for a limited time, on one thread for all of them. Of many strangers,
-the oldest is disconnected. Nothing is encrypted.
+stranger makes this process read 4 KiB at most, for a limited time, on one thread for all of them. 64 strangers at most
+hold a connection; more of them wait, and the oldest is disconnected. Nothing is encrypted.
 
 Sockets are non-blocking. A thread that moves bytes says by a ``Wait`` how long it is willing to wait.
 """
@@ -31,7 +31,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ..runtime.threads import Threads, run_daemon
-from .timings import ACCEPT_RETRY_S, CONNECT_S, HANDSHAKE_S
+from .timings import ACCEPT_RETRY_S, CONNECT_S, CROWD_S, HANDSHAKE_S
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """One-dimensional and contiguous."""
@@ -43,7 +43,7 @@ _MAGIC = b"bcpnet-1"
 _HEAD = struct.Struct("!8sH")
 _SECRET_BYTES = 32  # of keys, random values and MACs
 _LONGEST_INTRODUCTION_BYTES = 4096
-_MOST_STRANGERS = 1024  # connections that have not authenticated yet
+_MOST_STRANGERS = 64  # connections that have not authenticated yet; many processes have only 1,024 descriptors
 _SEND_BYTES = 8 << 20
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ async def accept(listener: socket.socket, key: bytes, take: Callable[[bytes, soc
         key: What a connector must have.
         take: Called with the introduction and the connection of each authenticated connector. It must not block.
     """
-    strangers: dict[asyncio.Task[None], socket.socket] = {}
+    strangers: dict[asyncio.Task[None], tuple[socket.socket, float]] = {}  # and when each has connected
 
     async def admit(connection: socket.socket) -> None:
         try:
@@ -136,7 +136,7 @@ async def accept(listener: socket.socket, key: bytes, take: Callable[[bytes, soc
             connection.close()
 
     def forget(task: asyncio.Task[None]) -> None:
-        connection = strangers.pop(task)
+        connection, _begun = strangers.pop(task)
         if task.cancelled():
             connection.close()
 
@@ -150,11 +150,17 @@ async def accept(listener: socket.socket, key: bytes, take: Callable[[bytes, soc
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
             _configure(connection)
-            if len(strangers) >= _MOST_STRANGERS:
-                next(iter(strangers)).cancel()
             task = _loop().create_task(admit(connection))
-            strangers[task] = connection
+            strangers[task] = connection, _loop().time()
             task.add_done_callback(forget)
+            await asyncio.sleep(0)  # accepting itself does not yield while others wait in the backlog
+            if len(strangers) >= _MOST_STRANGERS:
+                oldest, (_, begun) = next(iter(strangers.items()))
+                wait_s = max(0.0, begun + CROWD_S - _loop().time())
+                done, _ = await asyncio.wait(strangers, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    oldest.cancel()
+                    await asyncio.wait([oldest])
     finally:
         listener.close()
         for task in strangers:

@@ -87,7 +87,11 @@ class Network:
         try:
             future.result(timeout_s)
         except TimeoutError:
-            raise TimeoutError(f"no answer in {timeout_s:g} s") from None
+            addresses, port, _ = self._endpoints[peer]
+            raise TimeoutError(
+                f"no answer in {timeout_s:.4g} s from port {port} of {', '.join(addresses)}; a firewall may discard "
+                "the packets"
+            ) from None
         finally:
             future.cancel()
 
@@ -96,7 +100,10 @@ class Network:
         return self._thread.submit(self._dial(peer, Introduction(self._rank, "stream", operation, channel)))
 
     def send(self, peer: int, message: bytes) -> None:
-        """Send a message without waiting, in order. Connects first if needed; drops messages to a lost peer."""
+        """Send a message without waiting, in order. Connects first if needed; drops messages to a lost peer.
+
+        A peer that has not connected, and whose address is not known, is lost.
+        """
         self._thread.call(self._write, peer, message)
 
     def flush(self) -> None:
@@ -152,6 +159,11 @@ class Network:
         return await dial(self._endpoints[peer], msgpack.packb(introduction))
 
     async def _add_peer(self, peer: int, connection: socket.socket) -> None:
+        if peer in self._writers:
+            # Whoever has the key could otherwise take the place of a living rank.
+            _log.warning("refused a second connection that says it is rank %d, which is connected", peer)
+            connection.close()
+            return
         reader, writer = await asyncio.open_connection(sock=connection)
         self._writers[peer] = writer
         self._handler.add_peer(peer)
@@ -197,6 +209,8 @@ class Network:
         elif peer in self._endpoints and peer not in self._lost and not self._is_closing:
             self._outboxes[peer] = [data]
             self._start(self._connect_and_send(peer))
+        elif peer not in self._endpoints:
+            self._handler.lose_peer(peer, "its address is not known yet")  # so that nobody waits for its answer
 
     async def _connect_and_send(self, peer: int) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -31,7 +32,9 @@ class PeerIdentity:
     @classmethod
     def of_this_process(cls, rank: int) -> PeerIdentity:
         """Identify the calling process."""
-        found = _state_and_start(os.getpid())
+        found: tuple[str, int] | None = None
+        with contextlib.suppress(OSError):
+            found = _state_and_start(os.getpid())
         return cls(
             rank=rank,
             host=socket.gethostname(),
@@ -70,8 +73,14 @@ class PeerIdentity:
         return self.network_scope == other.network_scope != ""
 
     def has_ended(self) -> bool:
-        """Whether this process is gone or a zombie, or its pid is reused. Valid only where ``can_observe`` holds."""
-        found = _state_and_start(self.pid)
+        """Whether this process is gone or a zombie, or its pid is reused. Valid only where ``can_observe`` holds.
+
+        False if that cannot be found out, for example because too many files are open.
+        """
+        try:
+            found = _state_and_start(self.pid)
+        except OSError:
+            return False
         return found is None or found[0] in _ENDED_STATES or found[1] != self.start_ticks
 
 
@@ -101,11 +110,12 @@ class PeerWatch:
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:
+    """Return the state of a process and when it began; None if it does not exist. Raises ``OSError``."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The command name, in parentheses, may contain anything, so fields are counted from its end.
             fields = file.read().rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return (fields[0].decode(), int(fields[19])) if len(fields) > 19 else None
 

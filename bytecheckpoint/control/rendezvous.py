@@ -3,13 +3,19 @@
 1. Each rank registers in the shared store under its rank, with a random token; a leader once its group has.
 2. A rank with children listens, and answers to each child's token with its endpoint and the key of the communicator.
    Leaders pass the key on. A value that an earlier group left in the store is thus never mistaken for an answer.
+   Whoever reaches the store (MASTER_PORT) can read this key, unless ``BYTECHECKPOINT_KEY`` has it: then it never
+   enters the store.
 3. Each rank connects to its parent; a leader once its group has connected.
 4. The ranks exchange what they need to know of each other in an ordinary operation.
+
+A rank that cannot connect says so in the store, to its parent and its children under the tokens of the children, and
+they pass it on. So no rank waits for a connection that has failed, and all ranks raise the same cause.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import time
@@ -19,7 +25,7 @@ from typing import Any
 import msgpack
 from torch._C._distributed_c10d import PrefixStore
 
-from ..errors import ControlError, DeadlineError
+from ..errors import ControlError, DeadlineError, RankFailedError, UsageError
 from .addresses import ADDRESS_VARIABLE, LOOPBACK, own_addresses
 from .agreement import format_ranks
 from .connections import Endpoint, new_key
@@ -28,6 +34,7 @@ from .operation import SocketOperation
 from .peers import PeerIdentity, PeerWatch
 from .router import Router
 from .timings import (
+    FLUSH_S,
     LONGEST_NOTE_INTERVAL_S,
     NOTES_PER_DEADLINE,
     REGISTRATION_POLL_PER_RANK_S,
@@ -35,7 +42,11 @@ from .timings import (
 )
 from .tree import Tree
 
+KEY_VARIABLE = "BYTECHECKPOINT_KEY"
+"""A secret of the job, of at least 16 characters and equal on all ranks."""
+
 _PREFIX = "bytecheckpoint/control"
+_SHORTEST_SECRET = 16
 _LEAST_S = 0.01
 
 
@@ -62,37 +73,77 @@ class _Arrival:
     def __init__(self, shared: Any, here: PeerIdentity, tree: Tree, deadline_s: float) -> None:
         self._shared, self._here, self._tree = shared, here, tree
         self._children, self._parent = tree.children(here.rank), tree.parent(here.rank)
-        self._tokens: dict[int, str] = {}
+        self._tokens: dict[int, str] = {}  # of this rank's children, and its own
         self._is_local = True  # all ranks of this branch share the loopback interface
         self._deadline_s, self._deadline = deadline_s, time.monotonic() + deadline_s
         self._longest_pause_s = max(REGISTRATION_POLL_S, tree.world_size * REGISTRATION_POLL_PER_RANK_S)
 
     def connect(self) -> tuple[Router, Network]:
+        """Raises what the module says, or what another rank has published."""
+        with contextlib.ExitStack() as undo:
+            try:
+                return self._connect(undo)
+            except DeadlineError:
+                raise  # every rank has the same deadline, and its own view of who is late
+            except Exception as error:
+                text, is_own = self._agree_on(error)
+                if is_own and type(error) is not ControlError:
+                    raise
+                raise ControlError(text) from error
+
+    def _agree_on(self, error: Exception) -> tuple[str, bool]:
+        """Publish this rank's failure, or the one that another rank has published first; return it, and which it is."""
+        found, text = "", f"rank {self._here.rank} on {self._here.host}: {error}"
+        with contextlib.suppress(RuntimeError):  # the store has failed
+            # A rank that loses its parent may learn of it before the parent has published why.
+            give_up = time.monotonic() + (FLUSH_S if isinstance(error, RankFailedError) else 0)
+            while not (found := next(filter(None, map(self._published, self._tokens.values())), "")):
+                if time.monotonic() >= give_up:
+                    break
+                time.sleep(REGISTRATION_POLL_S)
+            self._read_registrations(self._children)  # again: the first ones may be of an earlier group
+            for token in self._tokens.values():
+                self._shared.set(f"failed/{token}", (found or text).encode())
+            self._delete(f"registered/{self._here.rank}")
+        return found or text, not found
+
+    def _published(self, token: str) -> str:
+        """Return the failure that was published under a token; empty if there is none."""
+        key = f"failed/{token}"
+        return bytes(self._shared.get(key)).decode() if self._shared.check([key]) else ""
+
+    def _connect(self, undo: contextlib.ExitStack) -> tuple[Router, Network]:
         rank, parent = self._here.rank, self._parent
         self._poll(lambda: self._unregistered(self._children), f"register with rank {rank}")
         at_parent, is_local = self._register() if rank else (None, self._is_local)
-        key = at_parent.key if at_parent else new_key()
+        key = _configured_key()
+        if at_parent is not None and bool(key) == bool(at_parent.key):
+            raise ControlError(
+                f"{KEY_VARIABLE} is set on rank {parent if key == b'' else rank} and not on rank "
+                f"{rank if key == b'' else parent}; set it to the same value on every rank"
+            )
+        in_store = b"" if key else at_parent.key if at_parent else new_key()
+        key = key or in_store
         facing = at_parent.addresses if at_parent else filter(None, [os.environ.get("MASTER_ADDR")])
         network = Network(rank, key)
-        try:
-            router = Router(self._here, self._tree, network)
-            network.attach(router)
-            addresses = [LOOPBACK] if is_local else own_addresses(facing)
-            endpoint = Endpoint(addresses, network.listen(LOOPBACK if is_local else ""), key)
-            if self._children:
-                self._await_children(network, msgpack.packb([endpoint, is_local]))
-            if at_parent is not None:
-                network.set_endpoints({parent: at_parent})
-                self._connect_to_parent(network)
-            self._exchange_endpoints(router, network, endpoint)
-        except BaseException:
-            network.close()
-            raise
+        undo.callback(network.close)
+        router = Router(self._here, self._tree, network)
+        undo.callback(router.announce_closing)  # or others would wait for the end of this process
+        network.attach(router)
+        addresses = [LOOPBACK] if is_local else own_addresses(facing)
+        endpoint = Endpoint(addresses, network.listen(LOOPBACK if is_local else ""), key)
+        if self._children:
+            self._await_children(network, msgpack.packb([endpoint._replace(key=in_store), is_local]))
+        if at_parent is not None:
+            network.set_endpoints({parent: at_parent._replace(key=key)})
+            self._connect_to_parent(network)
+        self._exchange_endpoints(router, network, endpoint)
+        undo.pop_all()
         return router, network
 
     def _register(self) -> tuple[Endpoint, bool]:
         """Register with the parent; return where it listens, and whether all ranks share a loopback interface."""
-        token = secrets.token_hex(8)
+        token = self._tokens[self._here.rank] = secrets.token_hex(8)
         value = msgpack.packb([token, self._here.pack(), self._is_local])
         self._shared.set(f"registered/{self._here.rank}", value)
         answer = f"answer/{token}"
@@ -119,8 +170,8 @@ class _Arrival:
 
     def _await_children(self, network: Network, answer: bytes) -> None:
         """Answer the children and wait until all have connected."""
-        for token in self._tokens.values():
-            self._shared.set(f"answer/{token}", answer)
+        for rank in self._children:
+            self._shared.set(f"answer/{self._tokens[rank]}", answer)
 
         def unconnected() -> list[int]:
             connected = network.connected_peers()
@@ -139,14 +190,12 @@ class _Arrival:
             self._delete(f"missing/{self._here.rank}")
 
     def _connect_to_parent(self, network: Network) -> None:
-        here = self._here
         try:
             network.connect(self._parent, self._left_s())
         except OSError as error:
             hint = "" if self._parent else f" {_hint()}"
-            raise ControlError(
-                f"rank {here.rank} on {here.host} cannot connect to rank {self._parent}: {error}.{hint}"
-            ) from error
+            hint += f" {KEY_VARIABLE} must be the same on all ranks." if os.environ.get(KEY_VARIABLE) else ""
+            raise ControlError(f"cannot connect to rank {self._parent}: {error}.{hint}") from error
 
     def _exchange_endpoints(self, router: Router, network: Network, endpoint: Endpoint) -> None:
         """Give every rank the endpoints of all, and the identities of the processes on its host."""
@@ -171,6 +220,9 @@ class _Arrival:
         note_interval_s = min(LONGEST_NOTE_INTERVAL_S, self._deadline_s / NOTES_PER_DEADLINE)
         next_note, pause_s = time.monotonic() + note_interval_s, REGISTRATION_POLL_S
         while ranks := missing():
+            for token in filter(None, map(self._tokens.get, {*ranks, self._here.rank})):
+                if text := self._published(token):
+                    raise ControlError(text)
             now = time.monotonic()
             if now > self._deadline:
                 raise DeadlineError(
@@ -216,6 +268,16 @@ def _compile(gathered: Sequence[bytes]) -> tuple[bytes, list[bytes]]:
         processes.setdefault(peer.pid_scope, []).append(identity)
     neighbours = {scope: msgpack.packb(found if scope else []) for scope, found in processes.items()}
     return msgpack.packb([list(hosts), places]), [neighbours[scope] for scope in scopes]
+
+
+def _configured_key() -> bytes:
+    """Return the key from the environment; empty if there is none."""
+    secret = os.environ.get(KEY_VARIABLE, "").encode()
+    if 0 < len(secret) < _SHORTEST_SECRET:
+        raise UsageError(
+            f"{KEY_VARIABLE} must have at least {_SHORTEST_SECRET} characters, such as openssl rand -hex 16"
+        )
+    return hashlib.blake2b(secret, digest_size=32).digest() if secret else b""
 
 
 def _hint() -> str:

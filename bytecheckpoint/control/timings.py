@@ -62,6 +62,9 @@ CONNECT_S = 3.0
 HANDSHAKE_S = 10.0
 """Limit for a new connection to authenticate."""
 
+CROWD_S = 2.0
+"""How long each of too many strangers may take to authenticate before it is disconnected."""
+
 ACCEPT_RETRY_S = 0.1
 """Pause after a connection could not be accepted, for example because too many files are open."""
 

@@ -249,10 +249,16 @@ def test_the_oldest_of_too_many_silent_connections_is_refused(
 
 def test_strangers_do_not_keep_others_out(listening: Listening) -> None:
     with contextlib.ExitStack() as stack:
-        for _number in range(300):
+        for _number in range(100):
             stack.enter_context(listening.stranger())
         connect(listening.endpoint, STREAM, TIMEOUT_S).close()
         listening.wait_for(1)
+
+
+def test_a_flood_of_strangers_holds_few_descriptors(listening: Listening) -> None:
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(listening.stranger()) for _number in range(100)]
+        assert all(map(ended, strangers[: 100 - connections._MOST_STRANGERS]))
 
 
 def test_a_connection_that_cannot_be_taken_does_not_end_the_listener() -> None:

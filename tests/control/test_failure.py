@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -145,3 +146,16 @@ def test_a_single_process_completes_every_exchange():
         with operation.phase("f"):
             raise KeyError("original")
     operation.close()
+
+
+def test_a_process_without_free_descriptors_does_not_take_others_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = PeerIdentity.of_this_process(0)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("builtins.open", fail)
+    has_ended = here.has_ended()
+    monkeypatch.undo()
+    assert not has_ended
+    assert not here.has_ended()

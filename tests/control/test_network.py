@@ -108,6 +108,26 @@ def test_pending_messages_are_sent_before_a_network_closes(make_network):
     recorder.wait_for(lambda found: found.lost == [1])
 
 
+def test_a_second_connection_does_not_take_the_place_of_a_connected_rank(make_network):
+    (one, at_one), (other, at_listener) = make_network(1), make_network(0)
+    connect(one, other, 0)
+    at_listener.wait_for(lambda found: found.peers == [1])
+    impostor, at_impostor = make_network(1)
+    impostor.set_endpoints(one._endpoints)
+    impostor.send(0, b"of an impostor")
+    at_impostor.wait_for(lambda found: found.lost == [0])
+    other.send(1, b"for the rank")
+    at_one.wait_for(lambda found: found.messages == [(0, b"for the rank")])
+    assert at_listener.messages == []
+    assert at_listener.lost == []
+
+
+def test_a_rank_whose_address_is_unknown_is_lost(make_network):
+    one, recorder = make_network(1)
+    one.send(0, b"dropped")
+    recorder.wait_for(lambda found: found.lost == [0])
+
+
 def test_an_unreachable_rank_is_reported_as_lost(make_network):
     one, recorder = make_network(1)
     with socket.create_server((LOOPBACK, 0)) as closed:
