@@ -60,7 +60,7 @@ def test_stock_library_opens_what_is_built(
         assert (stock.metadata() or {}) == metadata
         for e in entries:
             tensor = stock.get_tensor(e.name)
-            if e.dtype.safetensors is None:
+            if e.dtype.safetensors is None or (e.dtype.safetensors == "F4" and not e.shape):  # F4 counts pairs in a row
                 assert (tensor.dtype, tuple(tensor.shape)) == (torch.uint8, (*e.shape, e.dtype.itemsize))
             else:
                 assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{e.dtype}", e.shape)

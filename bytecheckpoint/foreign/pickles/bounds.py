@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
 
 from ...errors import FormatError
+from ...format.hashed_keys import check_hashes
 from ...tensors.dtypes import DType
 from .records import Global, Instance, Storage, TensorRef
 
@@ -21,8 +23,23 @@ _SIMPLE = frozenset([str, int, bytes, float, bool, type(None), complex, DType, G
 _IDENTITY = frozenset([Instance, TensorRef, Storage])
 
 
-def check_key(key: Any, depth: int = 0) -> None:
-    """Check a key of a dict or a member of a set. Raises ``FormatError``.
+def check_keys(keys: Sequence[Any]) -> None:
+    """Check keys of a dict or members of a set before they are inserted. Raises ``FormatError``."""
+    others = [key for key in keys if type(key) is not str]
+    for key in others:
+        _check_key(key)
+    check_hashes(others)
+
+
+def is_predictable(key: Any) -> bool:
+    """Whether the hash of a valid key depends on several numbers in it only, so that many keys may have the same."""
+    if type(key) is tuple:
+        return all(type(part) not in (str, bytes) for part in key)
+    return isinstance(key, complex | np.complexfloating)
+
+
+def _check_key(key: Any, depth: int = 0) -> None:
+    """Check one key.
 
     Tuples may not be nested deeply: hashing them takes as long as the number of paths through them, on the stack of C.
     Integers may not be long: all multiples of ``2**61 - 1`` have the same hash.
@@ -32,7 +49,7 @@ def check_key(key: Any, depth: int = 0) -> None:
         if depth == 2 or len(key) > 64:
             raise FormatError("a tuple that is a key of a dict, or in a set, is nested too deeply or too long")
         for part in key:
-            check_key(part, depth + 1)
+            _check_key(part, depth + 1)
     elif kind is int:
         if not -(1 << 63) <= key < 1 << 64:
             raise FormatError("a key of a dict, or an item of a set, is an integer of more than 64 bits")

@@ -12,7 +12,7 @@ import numpy as np
 from ...errors import FormatError
 from ...tensors.dtypes import DTYPES, DType
 from .arrays import array_from_buffer, empty_array, scalar, set_array
-from .bounds import check_key
+from .bounds import check_keys
 from .records import Global, Instance, Storage, TensorRef
 
 _UTILS = "torch._utils"
@@ -167,16 +167,15 @@ def _pairs(items: Any) -> list[tuple[Any, Any]]:
     for pair in items:
         if type(pair) not in (list, tuple) or len(pair) != 2:
             raise FormatError("a dict is made of something other than pairs")
-        check_key(pair[0])
         found.append((pair[0], pair[1]))
+    check_keys([key for key, _ in found])
     return found
 
 
 def _set(items: Any = ()) -> set[Any]:
     if type(items) not in (list, tuple):
         raise FormatError("a set is made of something other than a list")
-    for item in items:
-        check_key(item)
+    check_keys(items)
     return set(items)
 
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import FormatError
-from .bounds import check_key
+from .bounds import check_keys, is_predictable
 from .classes import FUNCTIONS, find_global, set_state
 from .records import Global, Instance
 
 _BUDGET = 64 << 20  # bytes of objects that a pickle may create, and in addition ...
 _BUDGET_PER_BYTE = 96  # ... for each of its bytes; the metadata of DCP takes 35
 _MAX_MARKS = 1000
+_MAX_PREDICTABLE_KEYS = 10_000  # as many with one hash take seconds
 _MAX_NAME = 1000  # characters of a class with its module
 _MAPPINGS = frozenset([dict, OrderedDict, Counter])
 _SIZE = Global("torch", "Size")
@@ -36,6 +37,7 @@ class Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []  # lengths of the stack
         self.memo: dict[int, Any] = {}  # a list would be as long as the largest index, which the file chooses
+        self.predictable_keys = 0
         self.budget = _BUDGET + _BUDGET_PER_BYTE * size
 
     def push(self, value: Any, cost: int) -> None:
@@ -79,9 +81,7 @@ class Machine:
             target.pairs = target.pairs or []
             target.pairs.extend(zip(keys, values, strict=True))
         elif type(target) in _MAPPINGS:
-            for key in keys:
-                if type(key) is not str:
-                    check_key(key)
+            self._check_keys(keys)
             for key, value in zip(keys, values, strict=True):
                 target[key] = value
         else:
@@ -93,10 +93,18 @@ class Machine:
         if type(target) is not set:
             return self.append(items)
         self.budget -= 100 * len(items)
-        for item in items:
-            check_key(item)
+        self._check_keys(items)
         target.update(items)
         return None
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        """Check keys that are added to a container, which may have others with the same hash already."""
+        check_keys(keys)
+        self.predictable_keys += sum(map(is_predictable, keys))
+        if self.predictable_keys > _MAX_PREDICTABLE_KEYS:
+            raise FormatError(
+                f"more than {_MAX_PREDICTABLE_KEYS} keys of dicts, or items of sets, are tuples of numbers, or complex"
+            )
 
     def find(self, module: Any, name: Any) -> None:
         """Push a class or function: its name, or what this library has in its place."""

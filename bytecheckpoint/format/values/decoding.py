@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 
 from ...errors import FormatError, StateError
+from ..hashed_keys import check_hashes
 from .pickled import unpickle
 from .types import CONTAINER_KINDS, MAPPINGS, MAX_DEPTH, VALUE_KINDS, Container, Ext, UnreadObject, is_stored_dtype
 from .unpacking import unique_pairs, unpack
@@ -70,6 +71,7 @@ class _Decoder:
     def elements(self, payload: bytes, depth: int) -> frozenset[Any]:
         flat = self.array(payload, depth)
         try:
+            check_hashes(flat)
             result = frozenset(flat)
         except TypeError as error:
             raise FormatError(f"{self.where}: a set has an element that cannot be one ({error})") from error
@@ -186,6 +188,7 @@ class _Decoder:
             type(keys) is list and all(type(key) in (str, int) for key in keys), "a container with invalid keys"
         )
         self.require(not keys or kind in MAPPINGS, "a container with keys that is not a mapping")
+        check_hashes(keys)
         self.require(len(set(keys)) == len(keys), "a container with a key twice")
         return Container(kind, length, tuple(keys))
 

@@ -16,7 +16,8 @@ from typing import Any, cast
 import msgpack
 import numpy as np
 
-from ...errors import UnserializableError
+from ...errors import FormatError, UnserializableError
+from ..hashed_keys import check_hashes
 from .pickled import pickle_bytes
 from .types import MAX_DEPTH, Container, Ext, UnreadObject, check_key, is_stored_dtype
 
@@ -52,6 +53,8 @@ class _Encoder:
             )
         if kind is list:
             return self.items(value, where, depth)
+        if kind in _HASHED:
+            _check_hashes(value, where)
         if kind is dict:
             return {self.key(k, where, depth): self.lower(v, _below(where, k), depth + 1) for k, v in value.items()}
         found = _EXTENSIONS.get(kind)
@@ -184,6 +187,16 @@ def _numpy_dtype(dtype: np.dtype[Any], where: str) -> str:
 
 
 # The extension of each type, and the function that makes its payload.
+_HASHED = frozenset([dict, set, frozenset, OrderedDict, Counter])
+
+
+def _check_hashes(keys: Iterable[Any], where: str) -> None:
+    try:
+        check_hashes(keys)
+    except FormatError as error:
+        raise UnserializableError(f"{where}: {error}, and could not be read again") from None
+
+
 _EXTENSIONS: dict[type, tuple[Ext, Callable[[_Encoder, Any, str, int], bytes | list[Any]]]] = {
     complex: (Ext.COMPLEX, lambda encoder, value, where, depth: struct.pack(">dd", value.real, value.imag)),
     bytearray: (Ext.BYTEARRAY, lambda encoder, value, where, depth: bytes(value)),

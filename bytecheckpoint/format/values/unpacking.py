@@ -8,6 +8,7 @@ from typing import Any
 import msgpack
 
 from ...errors import FormatError, StateError, UnserializableError
+from ..hashed_keys import check_hashes
 from ..msgpack_scan import scan_msgpack
 from .types import MAX_DEPTH, check_key
 
@@ -33,8 +34,10 @@ def unpack(data: bytes, where: str, *, ext_hook: Callable[[int, bytes], Any]) ->
 def unique_pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """Return a stored mapping. Raises ``FormatError`` for a duplicate or invalid key."""
     result: dict[Any, Any] = {}
-    for key, value in pairs:
+    for key, _ in pairs:
         _check_stored_key(key)
+    check_hashes(key for key, _ in pairs)
+    for key, value in pairs:
         if key in result:
             raise FormatError("a mapping has a key twice")
         result[key] = value
