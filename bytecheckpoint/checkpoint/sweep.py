@@ -231,9 +231,14 @@ def _needed_by(root: StorageBackend, name: str) -> tuple[Collection[str], Collec
 
 
 def _delete(folder: StorageBackend, keys: Sequence[str]) -> None:
-    """Delete through the parent, so that a store with directories also removes the folder when it is empty."""
+    """Delete keys, and from a store with directories also the folder when it is empty, which takes its parent.
+
+    From a local folder, nothing is deleted through a link: not through one in the folder, whoever made it, and the
+    folder itself stays if it is one.
+    """
     parent, name = parent_url(folder), folder_name(folder)
-    if parent:
-        open_like(folder, parent).delete([f"{name}/{key}" for key in keys])
-    else:
+    if not parent or isinstance(folder, LocalBackend):
         folder.delete(keys)
+        keys = keys[-1:]
+    if parent and not os.path.islink(folder.url):
+        open_like(folder, parent).delete([f"{name}/{key}" for key in keys])

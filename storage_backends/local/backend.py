@@ -232,6 +232,10 @@ class LocalBackend(StorageBackend):
         for key in keys:
             action = f"deleting {key!r} in {self._root.path}"
             path = self._locate(key, action)
+            if path != os.path.join(self._root.resolved(), key):
+                raise StorageError(
+                    f"{action}: refused: a directory in it is a symbolic link; nothing is removed through one"
+                )
             with (
                 self._root.translated_errors(action, reading=False),
                 suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),

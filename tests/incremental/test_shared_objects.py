@@ -221,7 +221,7 @@ def test_a_root_that_cannot_be_listed_is_not_swept(tmp_path: Path, monkeypatch: 
         raise PermissionError(13, "Permission denied", path)
 
     save(tmp_path / "step-1", tensor())
-    monkeypatch.setattr(sweep, "os", SimpleNamespace(scandir=refuse))
+    monkeypatch.setattr(sweep, "os", SimpleNamespace(path=os.path, scandir=refuse))
     assert "Permission denied" in remove(str(tmp_path / "step-1")).problem
     assert objects(tmp_path)
 
