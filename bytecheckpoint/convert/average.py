@@ -245,7 +245,7 @@ class _Averager(Rewriter):
         for reader, rows in self._sources:
             yield reader._read_all([replace(one, row=rows[self._names[one.row]]) for one in batch])
 
-    def _read_all(self, batch: Sequence[OutputTensor], memory: torch.Tensor | None = None) -> list[torch.Tensor]:
+    def _read_all(self, batch: Sequence[OutputTensor]) -> list[torch.Tensor]:
         sums: list[torch.Tensor] = []
         for found, share in zip(self._found(batch), self._shares, strict=True):
             if not sums:

@@ -7,7 +7,6 @@ ahead, verify and cast them; the caller writes them in file order. Whatever the 
 
 from __future__ import annotations
 
-import itertools
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +46,7 @@ PIECES_AHEAD = 3
 """Pieces that are read ahead while one is written, so that reading and writing overlap."""
 
 _IO_THREADS = 4
+_MAPPED_BYTES = 1 << 20  # malloc would keep the memory of larger tensors, for each thread that frees one
 
 Progress = Callable[[int], None]
 """Called in the calling thread with the number of bytes done since the last call."""
@@ -155,11 +155,6 @@ class Rewriter:
         )
         self._others_of = [one.row >= 0 for one in views[1:] if one is not None]  # the shards, by reader
         self._crc_check = self._reader.crc_check()
-        # Allocated once: malloc keeps the memory that threads free. One more than are read ahead, for the piece that is
-        # being written; each has room for a piece and its cast. Unused pages cost nothing.
-        self._memories = [
-            torch.frombuffer(mmap.mmap(-1, 2 * PIECE_BYTES), dtype=torch.uint8) for _ in range(PIECES_AHEAD + 1)
-        ]
 
     def __enter__(self) -> Self:
         return self
@@ -180,11 +175,10 @@ class Rewriter:
         return self._read_all([OutputTensor("", row, box, self._manifest.tensors.meta_of(row).dtype)])[0]
 
     def pieces(self, tensors: Sequence[OutputTensor]) -> Iterator[torch.Tensor]:
-        """Yield the pieces of all tensors in the order of their bytes. A piece is valid until the next is requested."""
+        """Yield the pieces of all tensors in the order of their bytes."""
         waiting: deque[Future[list[torch.Tensor]]] = deque()
-        memories = itertools.cycle(self._memories)
         for batch in self._batches(tensors):
-            waiting.append(self._ahead.submit(self._read_all, batch, next(memories)))
+            waiting.append(self._ahead.submit(self._read_all, batch))
             if len(waiting) >= PIECES_AHEAD:
                 yield from waiting.popleft().result()
         while waiting:
@@ -197,7 +191,7 @@ class Rewriter:
         for tensor in tensors:
             itemsize = max(self._manifest.tensors.meta_of(tensor.row).dtype.itemsize, tensor.dtype.itemsize)
             for box in split_box(tensor.box, tensor.box, itemsize, self.piece_bytes, 0):
-                nbytes = _aligned(box.numel * itemsize)
+                nbytes = box.numel * itemsize
                 if batch and nbytes > room:
                     yield batch
                     batch, room = [], self.piece_bytes
@@ -206,21 +200,10 @@ class Rewriter:
         if batch:
             yield batch
 
-    def _read_all(self, batch: Sequence[OutputTensor], memory: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Return the tensors, contiguous and cast, in ``memory`` (flat uint8) if that is given and large enough."""
-        metas = [self._manifest.tensors.meta_of(tensor.row) for tensor in batch]
-        dtypes = [tensor.torch_dtype for tensor in batch]
-        starts = itertools.accumulate(
-            (
-                _aligned(one.box.numel * max(meta.dtype.itemsize, one.dtype.itemsize))
-                for one, meta in zip(batch, metas, strict=True)
-            ),
-            initial=0,
-        )
-        places = list(zip(batch, starts, strict=False))  # the last start is the end
-        found = [
-            _tensor_in(memory, at, one.box, torch_dtype(meta)) for (one, at), meta in zip(places, metas, strict=True)
-        ]
+    def _read_all(self, batch: Sequence[OutputTensor]) -> list[torch.Tensor]:
+        """Return the tensors, contiguous and cast."""
+        stored = [torch_dtype(self._manifest.tensors.meta_of(tensor.row)) for tensor in batch]
+        found = [_empty(one.box, dtype) for one, dtype in zip(batch, stored, strict=True)]
         shards = [self._manifest.shards_of(row) for row in sorted({tensor.row for tensor in batch})]
         rows = np.concatenate([np.arange(part.start, part.stop, dtype=np.int64) for part in shards])
         requested = BoxTable.build([(tensor.row, tensor.box) for tensor in batch])
@@ -234,8 +217,8 @@ class Rewriter:
             for tensor, one in zip(found, batch, strict=True)
         ]
         return [
-            tensor if tensor.dtype == dtype else _tensor_in(memory, PIECE_BYTES + at, one.box, dtype).copy_(tensor)
-            for tensor, dtype, (one, at) in zip(found, dtypes, places, strict=True)
+            tensor if tensor.dtype == one.torch_dtype else _empty(one.box, one.torch_dtype).copy_(tensor)
+            for tensor, one in zip(found, batch, strict=True)
         ]
 
     def _average(self, parts: Sequence[ReadPart]) -> None:
@@ -307,17 +290,11 @@ class Rewriter:
         )
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16  # the largest element has 16 bytes
-
-
-def _tensor_in(memory: torch.Tensor | None, start: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    """Return a contiguous tensor of the box's shape, in ``memory`` from byte ``start`` on if there is room."""
+def _empty(box: Box, dtype: torch.dtype) -> torch.Tensor:
     nbytes = box.numel * dtype.itemsize
-    if memory is None or start + nbytes > len(memory):
+    if nbytes < _MAPPED_BYTES:
         return torch.empty(box.lengths, dtype=dtype)
-    flat = memory[start : start + nbytes]
-    return (flat if dtype == torch.uint8 else flat.view(dtype)).view(box.lengths)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(box.lengths)
 
 
 @contextmanager
