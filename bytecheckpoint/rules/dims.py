@@ -16,12 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from .faults import Misfit
+
 WHOLE = ""
 """The name of the only part of a dimension without parts."""
-
-
-class Unexplained(Exception):
-    """The sizes that the ranks hold do not fit the rule. The caller adds the name and the rule."""
 
 
 class Atom(NamedTuple):
@@ -65,15 +63,13 @@ class Parts(NamedTuple):
         return self._replace(sizes=sizes)
 
     def total_sizes(self, found: Sequence[int]) -> dict[str, int]:
-        """The size of each part, if the ranks hold ``found`` indices each. Raises ``Unexplained``."""
+        """The size of each part, if the ranks hold ``found`` indices each. Raises ``Misfit``."""
         if isinstance(self.sizes, Mapping):
             return dict(self.sizes)
         names = self.sizes
         uneven = [n for n in found if n % len(names)]
         if uneven:
-            raise Unexplained(
-                f"needs {len(names)} equal parts ({', '.join(names)}) of each rank's size, found {uneven[0]}"
-            )
+            raise Misfit(f"needs {len(names)} equal parts ({', '.join(names)}) of each rank's size, found {uneven[0]}")
         total = sum(found)
         if self.groups and len(found) > self.groups and set(names) <= self._shared:
             total = found[0] * self.groups
@@ -87,14 +83,14 @@ class Parts(NamedTuple):
         return [Atom(part, group * size, size) for group in range(self.groups) for part, size in each.items()]
 
     def held(self, found: Sequence[int], sizes: Mapping[str, int]) -> list[list[Atom]]:
-        """The atoms of each rank's tensor, if the ranks hold ``found`` indices each. Raises ``Unexplained``."""
+        """The atoms of each rank's tensor, if the ranks hold ``found`` indices each. Raises ``Misfit``."""
         if self.groups:
             return self._held_groups(found, sizes)
         widths = self._widths(found, sizes)
         starts = {part: [0, *accumulate(each)] for part, each in widths.items()}
         expected = [sum(widths[part][rank] for part in sizes) for rank in range(len(found))]
         if list(found) != expected:
-            raise Unexplained(f"needs {_sum(list(sizes.values()))}{_by_rank(expected)}, found {_sum(found)}")
+            raise Misfit(f"needs {_sum(list(sizes.values()))}{_by_rank(expected)}, found {_sum(found)}")
         return [[Atom(p, starts[p][rank], widths[p][rank]) for p in sizes] for rank in range(len(found))]
 
     @property
@@ -109,14 +105,14 @@ class Parts(NamedTuple):
             given = self.widths.get(part)
             if given is not None and (len(given) != ranks or sum(given) != size):
                 of = f" of {part}" if part else ""
-                raise Unexplained(f"needs widths{of} of {ranks} ranks that add up to {size}, found {list(given)}")
+                raise Misfit(f"needs widths{of} of {ranks} ranks that add up to {size}, found {list(given)}")
             if given is None and not isinstance(self.sizes, Mapping):
                 given = [n // len(sizes) for n in found]
             elif given is None and len(sizes) == 1 and sum(found) == size:
                 given = found
             elif given is None:
                 if size % ranks:
-                    raise Unexplained(
+                    raise Misfit(
                         f"needs {part or 'size'} = {size} to be divisible by {ranks} ranks, found a remainder of "
                         f"{size % ranks}; state the widths"
                     )
@@ -127,7 +123,7 @@ class Parts(NamedTuple):
     def _held_groups(self, found: Sequence[int], sizes: Mapping[str, int]) -> list[list[Atom]]:
         for part, size in sizes.items():
             if size % self.groups:
-                raise Unexplained(f"needs {part or 'a size'} divisible by {self.groups} groups, found {size}")
+                raise Misfit(f"needs {part or 'a size'} divisible by {self.groups} groups, found {size}")
         each = {part: size // self.groups for part, size in sizes.items()}
         width = sum(each.values())
         counts = [n // width if width else 0 for n in found]
@@ -137,7 +133,7 @@ class Parts(NamedTuple):
         ranks = len(found)
         if ranks <= self.groups or ranks % self.groups:
             inner = " + ".join(map(str, each.values()))
-            raise Unexplained(f"needs {sum(sizes.values())} = {self.groups} x ({inner}), found {_sum(found)}")
+            raise Misfit(f"needs {sum(sizes.values())} = {self.groups} x ({inner}), found {_sum(found)}")
         return self._held_shares(found, each, ranks // self.groups)
 
     def _held_shares(self, found: Sequence[int], each: Mapping[str, int], sharing: int) -> list[list[Atom]]:
@@ -145,14 +141,14 @@ class Parts(NamedTuple):
         split = {part: size if part in self._shared else size // sharing for part, size in each.items()}
         for part, size in each.items():
             if part not in self._shared and size % sharing:
-                raise Unexplained(
+                raise Misfit(
                     f"needs the {size} indices of {part} in each group divided among the {sharing} ranks that share a "
                     f"group, found a remainder of {size % sharing}; if these ranks all hold {part} whole, add "
                     f'shared = ["{part}"]'
                 )
         if any(n != sum(split.values()) for n in found):
             needed = _sum(list(split.values()))
-            raise Unexplained(
+            raise Misfit(
                 f"needs {needed} on each of {len(found)} ranks, {sharing} of which share a group, found {_sum(found)}; "
                 "shared lists the parts of a group that these ranks all hold"
             )

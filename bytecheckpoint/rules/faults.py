@@ -11,6 +11,14 @@ from .patterns import numbered
 _MAX_LINES = 64
 
 
+class Misfit(Exception):
+    """Stored tensors do not fit their rule. The caller adds their name and the rule."""
+
+    def __init__(self, detail: str, kind: str = "shape") -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
 class Faults:
     """Faults so far, as ``(kind, name, detail)``. Faults that differ only in the numbers of a name share a line."""
 

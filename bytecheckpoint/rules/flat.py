@@ -13,19 +13,15 @@ from typing import NamedTuple
 
 from ..tensors.geometry import decompose_strided, row_major_strides
 from .compiled import Compiled
-from .faults import Faults
+from .faults import Faults, Misfit
 from .kinds import Flat
 from .patterns import MEMBER, Captures
-from .placing import Matched, Mesh, Unplaced, position_on
+from .placing import Matched, Mesh, position_on
 from .resolution import Region, Source, place_text
 from .shaping import Draft, shape_tensors
 
 Member = tuple[str, tuple[int, ...]]
 _Find = Callable[[str], "tuple[Compiled, Captures] | None"]
-
-
-class _Unexplained(Exception):
-    """A buffer does not fit its rule."""
 
 
 class _Cut(NamedTuple):
@@ -66,9 +62,8 @@ def flat_tensors(
         family = families.setdefault(name, _Family(first.rule, first.captures))
         try:
             _add(family, buffers, find, mesh, stored)
-        except (Unplaced, _Unexplained) as error:
-            kind = "rank" if isinstance(error, Unplaced) else "shape"
-            faults.add(kind, first.source.name, f"{first.rule} {error}")
+        except Misfit as error:
+            faults.add(error.kind, first.source.name, f"{first.rule} {error}")
     result: dict[str, Draft] = {}
     for family in families.values():
         _resolve(family, mesh, faults, result)
@@ -94,19 +89,19 @@ def _add(
     for item in buffers:
         rank = position_on(rule.axis, item.source.place, mesh)
         if rank in by_rank:
-            raise Unplaced(f"describes one buffer, but {place_text(item.source.place)} stored it twice")
+            raise Misfit(f"describes one buffer, but {place_text(item.source.place)} stored it twice", "rank")
         by_rank[rank] = item
     ranks = prod(mesh[axis] for axis in rule.axis)
     if len(by_rank) < ranks:
         missing = next(rank for rank in range(ranks) if rank not in by_rank)
-        raise Unplaced(f"needs the buffer of rank {missing} of {' x '.join(rule.axis)}, which no rank stored")
+        raise Misfit(f"needs the buffer of rank {missing} of {' x '.join(rule.axis)}, which no rank stored", "rank")
     members = _members(rule, list(by_rank.values()), stored)
     cuts, sizes, used = _layout(rule, [prod(shape) for _, shape in members], ranks)
     for rank, item in by_rank.items():
         shape, size = item.source.shape, sizes[rank]
         # Some systems remove the padding at the end of the last buffers.
         if len(shape) != 1 or shape[0] not in (size, used[rank]):
-            raise _Unexplained(
+            raise Misfit(
                 f"needs {size} = {size * ranks} / {ranks} elements on each rank for {len(members)} members with "
                 f"alignment = {rule.alignment} and padding = {rule.padding}, found {list(shape)} on "
                 f"{place_text(item.source.place)}"
@@ -116,7 +111,7 @@ def _add(
         if found is None:
             continue
         if isinstance(found[0].rule, Flat):
-            raise _Unexplained(f"has the member {name!r}, which {found[0]} describes as a flat buffer")
+            raise Misfit(f"has the member {name!r}, which {found[0]} describes as a flat buffer")
         source = Source(name, shape, buffers[0].source.dtype, _outside(buffers[0]))
         family.members.append(Matched(len(family.members), source, *found))
         family.cuts.append([_Cut(by_rank[rank].number, *place) for rank, place in places])
@@ -126,19 +121,17 @@ def _members(rule: Flat, buffers: Sequence[Matched], stored: Mapping[str, Sequen
     """The members of these buffers in order."""
     listed = buffers[0].source.members
     if any(item.source.members != listed for item in buffers):
-        raise _Unexplained("describes one buffer, but the ranks list different members or shapes")
+        raise Misfit("describes one buffer, but the ranks list different members or shapes")
     if isinstance(rule.order, tuple):
         if listed is None:
             return [(name, _shape_of(name, buffers[0], stored)) for name in rule.order]
         shapes = dict(listed)
         if sorted(shapes) != sorted(rule.order):
             odd = sorted(set(shapes) ^ set(rule.order))
-            raise _Unexplained(
-                f"states an order of other members than the file lists; they differ in {', '.join(odd[:3])}"
-            )
+            raise Misfit(f"states an order of other members than the file lists; they differ in {', '.join(odd[:3])}")
         return [(name, shapes[name]) for name in rule.order]
     if listed is None:
-        raise _Unexplained(
+        raise Misfit(
             "needs the members of the buffer, which the file does not list; state them: order = [...], or the value of "
             "the file that lists them: members"
         )
@@ -157,7 +150,7 @@ def _shape_of(name: str, buffer: Matched, stored: Mapping[str, Sequence[Source]]
     }
     if len(shapes) != 1:
         problem = f"has the shapes {', '.join(map(str, map(list, shapes)))}" if shapes else "is not stored"
-        raise _Unexplained(f"needs the shape of member {name!r} from a tensor of this name, but it {problem} there")
+        raise Misfit(f"needs the shape of member {name!r} from a tensor of this name, but it {problem} there")
     return shapes.pop()
 
 

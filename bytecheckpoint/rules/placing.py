@@ -8,7 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from .compiled import Compiled
-from .faults import Faults
+from .faults import Faults, Misfit
 from .kinds import Shaped
 from .patterns import Captures
 from .resolution import Source, place_text
@@ -78,12 +78,8 @@ def _count(item: Matched, name: str) -> int:
     return item.source.shape[dim] if dim < len(item.source.shape) else 0
 
 
-class Unplaced(Exception):
-    """The ranks that stored a tensor are not those that its rule describes. The caller adds name and rule."""
-
-
 def ranks_of(rule: Compiled, items: Sequence[Matched], mesh: Mesh) -> dict[tuple[int, ...], list[Matched]]:
-    """Return the copies of each shard, by its position along each split of the rule. Raises ``Unplaced``."""
+    """Return the copies of each shard, by its position along each split of the rule. Raises ``Misfit``."""
     _check_holders(rule, items)
     ranks: dict[tuple[int, ...], list[Matched]] = {}
     for item in items:
@@ -96,7 +92,7 @@ def ranks_of(rule: Compiled, items: Sequence[Matched], mesh: Mesh) -> dict[tuple
         for split, position in zip(rule.splits, lost, strict=True):
             for axis in reversed(split.axis):
                 position, where[axis] = divmod(position, mesh[axis])
-        raise Unplaced(f"needs the shard of {place_text(where)}, which no rank stored")
+        raise Misfit(f"needs the shard of {place_text(where)}, which no rank stored", "rank")
     return ranks
 
 
@@ -113,27 +109,27 @@ def unravel(n: int, lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def position_on(axes: Sequence[str], place: Mapping[str, int], mesh: Mesh) -> int:
-    """Return the number of a rank along these axes. Raises ``Unplaced``."""
+    """Return the number of a rank along these axes. Raises ``Misfit``."""
     position = 0
     for axis in axes:
         if axis not in mesh:
             known = ", ".join(f"{name}={size}" for name, size in mesh.items()) or "no axes"
-            raise Unplaced(f"divides along axis {axis!r}, which is not in the mesh ({known})")
+            raise Misfit(f"divides along axis {axis!r}, which is not in the mesh ({known})", "rank")
         index = place.get(axis, 0 if mesh[axis] == 1 else None)
         if index is None:
-            raise Unplaced(f"divides along axis {axis!r}, but {place_text(place)} is no coordinate on it")
+            raise Misfit(f"divides along axis {axis!r}, but {place_text(place)} is no coordinate on it", "rank")
         position = position * mesh[axis] + index
     return position
 
 
 def _check_holders(rule: Compiled, items: Sequence[Matched]) -> None:
-    """Raise ``Unplaced`` if several ranks hold the tensor and the rule does not explain it."""
+    """Raise ``Misfit`` if several ranks hold the tensor and the rule does not explain it."""
     seen: dict[tuple[tuple[str, int], ...], str] = {}
     for item in items:
         key = tuple(sorted(item.source.place.items()))
         if key in seen:
             both = f"{seen[key]!r} and {item.source.name!r}"
-            raise Unplaced(f"describes one tensor, but {place_text(item.source.place)} stored {both}")
+            raise Misfit(f"describes one tensor, but {place_text(item.source.place)} stored {both}", "rank")
         seen[key] = item.source.name
     if rule.replicas is None:
         return
@@ -141,7 +137,8 @@ def _check_holders(rule: Compiled, items: Sequence[Matched]) -> None:
     for axis in sorted({axis for item in items for axis in item.source.place} - explained):
         found = sorted({item.source.place.get(axis, -1) for item in items})
         if len(found) > 1:
-            raise Unplaced(
+            raise Misfit(
                 f"does not explain that the ranks {axis} = {', '.join(map(str, found[:4]))} hold it; if these are "
-                f'copies, use kind = "replicated" or add {axis!r} to replicas'
+                f'copies, use kind = "replicated" or add {axis!r} to replicas',
+                "rank",
             )

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from .compiled import Compiled
-from .dims import WHOLE, Atom, Parts, Run, Unexplained, runs
-from .faults import Faults
+from .dims import WHOLE, Atom, Parts, Run, runs
+from .faults import Faults, Misfit
 from .kinds import Shaped
 from .patterns import PART, Captures, PatternError
-from .placing import Matched, Mesh, Numbering, Unplaced, ranks_of, unravel
+from .placing import Matched, Mesh, Numbering, ranks_of, unravel
 from .resolution import Region
 
 _MAX_SPREAD = 1 << 20  # global tensors of one stored tensor
@@ -47,14 +47,6 @@ class _Dim(NamedTuple):
     runs: dict[str, list[list[Run]]]
 
 
-class _Fault(Exception):
-    """A fault of one group."""
-
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(detail)
-        self.kind = kind
-
-
 def shape_tensors(items: Sequence[Matched], mesh: Mesh, faults: Faults) -> dict[str, Draft]:
     """Return the global tensors by name. Adds what is wrong to ``faults``; the result is then incomplete."""
     numbering = Numbering(items, faults)
@@ -67,10 +59,8 @@ def shape_tensors(items: Sequence[Matched], mesh: Mesh, faults: Faults) -> dict[
         first = next(iter(slots.values()))[0]
         try:
             shaping.add(first.rule, captures, slots)
-        except _Fault as fault:
-            faults.add(fault.kind, first.source.name, f"{first.rule} {fault}")
-        except Unplaced as error:
-            faults.add("rank", first.source.name, f"{first.rule} {error}")
+        except Misfit as error:
+            faults.add(error.kind, first.source.name, f"{first.rule} {error}")
     return shaping.drafts
 
 
@@ -102,19 +92,19 @@ class _Shaping:
         everything = [item for items in slots.values() for item in items]
         dtypes = {str(item.source.dtype) for item in everything}
         if len(dtypes) > 1:
-            raise _Fault("dtype", f"describes one tensor, but it is stored as {' and '.join(sorted(dtypes))}")
+            raise Misfit(f"describes one tensor, but it is stored as {' and '.join(sorted(dtypes))}", "dtype")
         counts = _joined_lengths(rule, slots)
         found: dict[str, tuple[int, ...]] = {}
         for slot, items in slots.items():
             for name, shape, regions in self._tensors(rule, captures, slot, items):
                 if found.setdefault(name, shape) != shape:
-                    raise _Fault("shape", f"joins tensors of the shapes {list(found[name])} and {list(shape)}")
+                    raise Misfit(f"joins tensors of the shapes {list(found[name])} and {list(shape)}")
                 self._draft(name, rule, everything[0], (*counts, *shape)).regions.extend(regions)
 
     def _draft(self, name: str, rule: Compiled, first: Matched, shape: tuple[int, ...]) -> Draft:
         draft = self.drafts.setdefault(name, Draft(rule, first.source.name, first.source.dtype, shape))
         if draft.rule is not rule or draft.origin != first.source.name:
-            raise _Fault("rename", f"makes {name!r}, which {draft.origin!r} becomes as well, by {draft.rule}")
+            raise Misfit(f"makes {name!r}, which {draft.origin!r} becomes as well, by {draft.rule}", "rename")
         return draft
 
     def _tensors(
@@ -157,7 +147,7 @@ class _Shaping:
         at = _special_dim(rule)
         for d in [*split, *([] if at is None else [at])]:
             if d >= ndim:
-                raise _Fault("shape", f"refers to dimension {d}, found {_shapes(ranks.values())}")
+                raise Misfit(f"refers to dimension {d}, found {_shapes(ranks.values())}")
         dims = []
         for d in range(ndim):
             found: dict[int, int] = {}
@@ -167,12 +157,12 @@ class _Shaping:
                     found.setdefault(rank, item.source.shape[lead + d]) != item.source.shape[lead + d]
                     for item in copies
                 ):
-                    raise _Fault("shape", f"needs one size of dimension {d}, found {_shapes(ranks.values())}")
+                    raise Misfit(f"needs one size of dimension {d}, found {_shapes(ranks.values())}")
             sizes = tuple(found[rank] for rank in sorted(found))
             try:
                 dims.append(self._dim(rule, d == at, sizes, part))
-            except Unexplained as error:
-                raise _Fault("shape", f"{error} (dimension {d})") from None
+            except Misfit as error:
+                raise Misfit(f"{error} (dimension {d})") from None
         return dims
 
     def _dim(self, rule: Compiled, is_special: bool, found: tuple[int, ...], part: str) -> _Dim:  # noqa: FBT001
@@ -189,7 +179,7 @@ def _special_dim(rule: Compiled) -> int | None:
 
 
 def _dim(rule: Compiled, found: tuple[int, ...], part: str) -> _Dim:
-    """The dimension that the rule describes, of stored tensors of these sizes. Raises ``Unexplained``."""
+    """The dimension that the rule describes, of stored tensors of these sizes. Raises ``Misfit``."""
     assert isinstance(rule.rule, Shaped)
     parts = rule.parts.only(part) if part else rule.parts
     sizes = parts.total_sizes(found)
@@ -206,7 +196,7 @@ def _dim(rule: Compiled, found: tuple[int, ...], part: str) -> _Dim:
     if rule.rule.padded_from is not None:
         size = sizes[WHOLE]
         if size < rule.rule.padded_from:
-            raise Unexplained(f"needs at least padded_from = {rule.rule.padded_from}, found {size}")
+            raise Misfit(f"needs at least padded_from = {rule.rule.padded_from}, found {size}")
         wholes = {WHOLE: [Atom(WHOLE, 0, rule.rule.padded_from)]}
     return _of_atoms(held, wholes)
 
@@ -231,7 +221,7 @@ def _joined_lengths(rule: Compiled, slots: Iterable[_Slot]) -> tuple[int, ...]:
         numbers, part = next(one for one in every if one not in found)
         texts = [f"{name} = {number}" for name, number in zip(rule.joined, numbers, strict=True)]
         texts += [f"part = {part}"] if part else []
-        raise _Fault("rank", f"joins tensors, but the one of {', '.join(texts)} is missing")
+        raise Misfit(f"joins tensors, but the one of {', '.join(texts)} is missing", "rank")
     return counts
 
 
@@ -242,10 +232,10 @@ def _spread_lengths(rule: Compiled, items: Sequence[Matched]) -> tuple[int, ...]
     leads = {item.source.shape[:lead] for item in items}
     if len(ndims) > 1 or len(leads) > 1 or min(ndims) < lead:
         needed = f"equal lengths of the dimensions {', '.join(rule.spread)}" if lead else "equally many dimensions"
-        raise _Fault("shape", f"needs {needed}, found {_shapes([items])}")
+        raise Misfit(f"needs {needed}, found {_shapes([items])}")
     (lengths,) = leads
     if max(prod(lengths), *lengths, 0) > _MAX_SPREAD:
-        raise _Fault("shape", f"would make {prod(lengths)} tensors of one, found {_shapes([items])}")
+        raise Misfit(f"would make {prod(lengths)} tensors of one, found {_shapes([items])}")
     return lengths
 
 
@@ -255,7 +245,7 @@ def _name(rule: Compiled, item: Matched, values: Captures) -> str:
     try:
         return rule.template.format(values)
     except PatternError as error:
-        raise _Fault("rename", str(error)) from None
+        raise Misfit(str(error), "rename") from None
 
 
 def _region(item: Matched, stacked: tuple[int, ...], numbers: tuple[int, ...], choice: Sequence[Run]) -> Region:
