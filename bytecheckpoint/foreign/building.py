@@ -75,7 +75,7 @@ class IndexBuilder:
     _boxes: dict[tuple[str, str], list[StoredBox]] = field(default_factory=dict)
     _values: list[StoredValue] = field(default_factory=list)
     _aliases: list[tuple[str, str]] = field(default_factory=list)
-    _crcs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    _crcs: dict[tuple[int, int, int, int], None] = field(default_factory=dict)
     _kinds: dict[str, str] = field(default_factory=dict)
     _runs_left: int = 0
 
@@ -131,7 +131,7 @@ class IndexBuilder:
 
     def add_crc(self, file: int, begin: int, end: int, crc: int) -> None:
         """Add the CRC-32 of bytes ``[begin, end)`` of a file."""
-        self._crcs.append((file, begin, end, crc))
+        self._crcs[file, begin, end, crc] = None
 
     def build(
         self,
@@ -154,7 +154,7 @@ class IndexBuilder:
             manifest.attempt = checksum_of(pack_payload(manifest)).hex()
         except BytecheckpointError as error:
             raise type(error)(f"{self.backend.url} ({self.system}): {error}") from error
-        crcs = CrcTable.build(self._crcs) if self._crcs else None
+        crcs = CrcTable.build(list(self._crcs)) if self._crcs else None
         return Index(self.backend, manifest, self.system, name, tuple(self._values), crcs)
 
     def _manifest(self, step: int | None, created: str, world_size: int, metadata: dict[str, Any]) -> Manifest:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from ..checkpoint.index import Index
 from ..checkpoint.location import Location
 from ..errors import (
     BytecheckpointError,
+    CorruptionError,
     FormatError,
     KeyNotFoundError,
     NameCollisionError,
@@ -19,6 +20,7 @@ from ..errors import (
 )
 from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
+from .archives import read_archive
 
 _THREADS = 16  # that wait for the store
 
@@ -38,11 +40,13 @@ class SourcePath:
         url: The path as the caller passed it.
         backend: Storage backend whose root is the folder.
         name: The file's key in the folder; empty if the path is the folder itself.
+        prefix: Of a folder below the backend's root, what its keys begin with.
     """
 
     url: str
     backend: StorageBackend
     name: str = ""
+    prefix: str = ""
 
     @classmethod
     def of_file(cls, location: Location, deadline_s: float | None = None) -> Self | None:
@@ -64,7 +68,24 @@ class SourcePath:
     @cached_property
     def children(self) -> Sequence[str]:
         """The names directly in the folder; those of folders end in a slash."""
-        return self.backend.list_children("")
+        return self.backend.list_children(self.prefix)
+
+    def below(self, folder: str) -> SourcePath:
+        """Return a folder in this one."""
+        return SourcePath(f"{self.url}/{folder}", self.backend, prefix=f"{self.prefix}{folder}/")
+
+    def objects(self, names: Iterable[str]) -> list[Any]:
+        """Return the objects in several files of ``torch.save``, by their names in this folder.
+
+        Raises ``CorruptionError`` for a missing file, and as ``read_archive``.
+        """
+        return read_all(self._object, names)
+
+    def _object(self, name: str) -> Any:
+        try:
+            return read_archive(self.backend, self.prefix + name).value
+        except KeyNotFoundError as error:
+            raise CorruptionError(f"{self.url}/{name}: file is missing; fetch it again") from error
 
 
 def open_parent(location: Location, deadline_s: float | None = None) -> StorageBackend:

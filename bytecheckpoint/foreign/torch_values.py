@@ -35,7 +35,6 @@ class TorchValues:
     def __init__(self, builder: IndexBuilder) -> None:
         self._builder = builder
         self._leaves: dict[tuple[Any, ...], StoredLeaf] = {}
-        self._storages: dict[tuple[str, int], Storage] = {}
 
     def tree(self, value: Any) -> Any:
         """Return an interpreted object as a tree of plain values and ``StoredLeaf``s."""
@@ -69,19 +68,14 @@ class TorchValues:
         key = (tensor.file, tensor.offset, tensor.dtype, tensor.shape, tensor.strides)
         found = self._leaves.get(key)
         if found is None:
-            file = self._file(tensor.storage)
+            storage = tensor.storage
+            file = self._builder.file_number(storage.file)
+            if storage.crc32 is not None and storage.nbytes:
+                self._builder.add_crc(file, storage.offset, storage.offset + storage.nbytes, storage.crc32)
             strides = None if tensor.is_contiguous else tensor.strides
             found = StoredLeaf.whole(BasicMeta(tensor.dtype, tensor.shape), file, tensor.offset, strides)
             self._leaves[key] = found
         return found
-
-    def _file(self, storage: Storage) -> int:
-        """The number of the storage's file, whose CRC-32 of the storage is recorded once."""
-        file, source = self._builder.file_number(storage.file), (storage.file, storage.offset)
-        if storage.crc32 is not None and storage.nbytes and source not in self._storages:
-            self._builder.add_crc(file, storage.offset, storage.offset + storage.nbytes, storage.crc32)
-        self._storages[source] = storage
-        return file
 
 
 def read_small(backend: StorageBackend, tensor: TensorRef) -> torch.Tensor:

@@ -6,15 +6,13 @@ The names are those of ``deepspeed/runtime/engine.py`` (``_get_ckpt_name`` and i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ...errors import CheckpointError, CorruptionError, FormatError, KeyNotFoundError
-from ...storage_backends.base import StorageBackend
-from ..archives import read_archive
-from ..source_path import SourcePath, read_all
+from ...errors import CheckpointError, CorruptionError, FormatError
+from ..source_path import SourcePath
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """The counters of an engine, in its model files."""
@@ -28,70 +26,37 @@ _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 _UNIVERSAL = "zero/"
 
 
-@dataclass(frozen=True)
-class CheckpointFolder:
-    """The folder of one tag.
+def find_folder(source: SourcePath) -> SourcePath | None:
+    """Return the folder of the tag that ``latest`` names, or the path itself; None if it is none.
 
-    Attributes:
-        backend: Storage backend of the path that the caller passed.
-        prefix: The tag's folder in it; empty if the path is the tag's folder itself.
-        names: The names in the folder; those of folders end in a slash.
+    Raises ``CorruptionError`` if ``latest`` names a tag that is not there.
     """
+    if _has_model(source):
+        return source
+    for pointer in _POINTERS:
+        if pointer not in source.children:
+            continue
+        raw = source.backend.get(pointer, max_size=_MAX_POINTER_BYTES)
+        tag = raw.decode("utf-8", "replace").strip()
+        if not tag or {"", ".", ".."} & {*tag.split("/")} or "\\" in tag or "\0" in tag:
+            continue
+        folder = source.below(tag)
+        if _has_model(folder):
+            return folder
+        if not folder.children and "zero_to_fp32.py" in source.children:
+            raise CorruptionError(
+                f"{source.url}/{pointer} names the tag {tag!r:.200}, but no such folder is there; fetch it, or "
+                f"pass the folder of another tag"
+            )
+    return None
 
-    backend: StorageBackend
-    prefix: str
-    names: Sequence[str]
 
-    @classmethod
-    def find(cls, source: SourcePath) -> CheckpointFolder | None:
-        """Return the folder of the tag that ``latest`` names, or of the path itself; None if it is none.
-
-        Raises ``CorruptionError`` if ``latest`` names a tag that is not there.
-        """
-        if any(map(_MODEL.fullmatch, source.children)):
-            return cls(source.backend, "", source.children)
-        if any(map(_PIPELINE.fullmatch, source.children)):
-            raise _pipeline(source.url)
-        for pointer in _POINTERS:
-            if pointer not in source.children:
-                continue
-            raw = source.backend.get(pointer, max_size=_MAX_POINTER_BYTES)
-            tag = raw.decode("utf-8", "replace").strip()
-            if not tag or {"", ".", ".."} & {*tag.split("/")} or "\\" in tag or "\0" in tag:
-                continue
-            names = source.backend.list_children(f"{tag}/")
-            if any(map(_MODEL.fullmatch, names)):
-                return cls(source.backend, f"{tag}/", names)
-            if any(map(_PIPELINE.fullmatch, names)):
-                raise _pipeline(f"{source.url}/{tag}")
-            if not names and "zero_to_fp32.py" in source.children:
-                raise CorruptionError(
-                    f"{source.url}/{pointer} names the tag {tag!r:.200}, but no such folder is there; fetch it, or "
-                    f"pass the folder of another tag"
-                )
-        return None
-
-    @property
-    def url(self) -> str:
-        """The folder, for messages."""
-        return f"{self.backend.url}/{self.prefix}".rstrip("/")
-
-    def read(self, keys: Iterable[str]) -> list[Any]:
-        """Return the objects in several files of ``torch.save``, by their names in this folder.
-
-        Raises ``CorruptionError`` for a missing file, and as ``read_archive``.
-        """
-        return read_all(self._read, keys)
-
-    def list_children(self, names: Iterable[str]) -> list[Sequence[str]]:
-        """Return the names in several folders of this folder."""
-        return read_all(lambda name: self.backend.list_children(f"{self.prefix}{name}"), names)
-
-    def _read(self, name: str) -> Any:
-        try:
-            return read_archive(self.backend, self.prefix + name).value
-        except KeyNotFoundError as error:
-            raise CorruptionError(f"{self.url}/{name}: file is missing; fetch it again") from error
+def _has_model(folder: SourcePath) -> bool:
+    if any(map(_MODEL.fullmatch, folder.children)):
+        return True
+    if any(map(_PIPELINE.fullmatch, folder.children)):
+        raise _pipeline(folder.url)
+    return False
 
 
 @dataclass(frozen=True)
@@ -106,14 +71,14 @@ class DeepSpeedFiles:
         universal: The names of the folders of a universal checkpoint's parameters.
     """
 
-    folder: CheckpointFolder
+    folder: SourcePath
     model: Mapping[int, str]
     optimizer: Mapping[int, str]
     experts: Sequence[str]
     universal: Sequence[str] = ()
 
     @classmethod
-    def of(cls, folder: CheckpointFolder) -> DeepSpeedFiles:
+    def of(cls, folder: SourcePath) -> DeepSpeedFiles:
         """Classify the names.
 
         Raises ``CheckpointError`` for pipeline and tensor parallelism, ``FormatError`` if the files of two saves are
@@ -122,11 +87,11 @@ class DeepSpeedFiles:
         model: dict[int, str] = {}
         optimizer: dict[int, str] = {}
         universal: Sequence[str] = ()
-        if _UNIVERSAL in folder.names:
-            (found,) = folder.list_children([_UNIVERSAL])
+        if _UNIVERSAL in folder.children:
+            found = folder.backend.list_children(folder.prefix + _UNIVERSAL)
             universal = [name for name in found if name.endswith("/")]
         for pattern, files in ((_MODEL, model), (_OPTIMIZER, optimizer)):
-            for name in folder.names:
+            for name in folder.children:
                 match = pattern.fullmatch(name)
                 if match is None:
                     continue
@@ -142,18 +107,18 @@ class DeepSpeedFiles:
                         f"remove the files of the older one"
                     )
                 files[rank] = name
-        if any(map(_PIPELINE.fullmatch, folder.names)):
+        if any(map(_PIPELINE.fullmatch, folder.children)):
             raise _pipeline(folder.url)
         if 0 not in model:
             name = re.sub(r"rank_\d+", "rank_0", model[min(model)], count=1)
             raise CorruptionError(f"{folder.url}/{name}: file is missing; fetch it again")
-        experts = [name for name in folder.names if _EXPERT.fullmatch(name)]
+        experts = [name for name in folder.children if _EXPERT.fullmatch(name)]
         return cls(folder, model, optimizer, experts, universal)
 
     @cached_property
     def first(self) -> Mapping[str, Any]:
         """What rank 0's model file contains. Raises ``FormatError`` if no engine wrote it."""
-        (found,) = self.folder.read([self.model[0]])
+        (found,) = self.folder.objects([self.model[0]])
         if type(found) is not dict or not isinstance(found.get("module"), dict) or "dp_world_size" not in found:
             raise FormatError(f"{self.where(self.model[0])}: it is no model file of a DeepSpeed engine")
         if found.get("ds_autoep_layers") or found.get("autoep_layers"):
@@ -181,7 +146,7 @@ class DeepSpeedFiles:
         Raises ``CorruptionError`` for a missing file, and ``FormatError`` for one too many, or one of another kind.
         """
         keys = self.of_all_ranks(self.optimizer)
-        found = self.folder.read(keys)
+        found = self.folder.objects(keys)
         for key, document in zip(keys, found, strict=True):
             if type(document) is not dict or type(document.get("optimizer_state_dict")) is not dict:
                 raise FormatError(f"{self.where(key)}: it is no optimizer file of a DeepSpeed engine")

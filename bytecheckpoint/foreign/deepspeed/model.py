@@ -32,7 +32,7 @@ class ModelWriter:
         self._where = files.where(files.model[0])
         self._shared = self._shared_names()
         module: dict[str, Any] = dict(files.first["module"])
-        for found in files.folder.read(files.experts):
+        for found in files.folder.objects(files.experts):
             module.update(found if isinstance(found, dict) else {})
         self.tensors: dict[str, TensorRef] = {}
         self._leaves: dict[str, StoredLeaf] = {}
@@ -121,7 +121,7 @@ class ModelWriter:
         if not shapes:
             return {}
         names = self._files.of_all_ranks(self._files.model)
-        documents = [self._files.first, *self._files.folder.read(names[1:])]
+        documents = [self._files.first, *self._files.folder.objects(names[1:])]
         parts: dict[str, list[StoredBox]] = {fqn: [] for fqn in shapes}
         metas: dict[str, BasicMeta] = {}
         for rank, (name, document) in enumerate(zip(names, documents, strict=True)):

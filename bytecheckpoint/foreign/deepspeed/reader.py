@@ -10,7 +10,7 @@ from ..building import IndexBuilder, StoredLeaf
 from ..naming import EXTRA_SECTION
 from ..source_path import SourcePath
 from ..torch_values import TorchValues
-from .folder import CheckpointFolder, DeepSpeedFiles
+from .folder import DeepSpeedFiles, find_folder
 from .model import ModelWriter
 from .optimizer import FlatGroupWriter, add_scaler
 from .partitions import FlatGroup, flat_groups
@@ -39,7 +39,7 @@ def read_deepspeed(source: SourcePath) -> Index | None:
     Raises ``CorruptionError`` for missing files, ``FormatError`` for damaged ones, and ``CheckpointError`` for pipeline
     and tensor parallelism.
     """
-    folder = None if source.name else CheckpointFolder.find(source)
+    folder = None if source.name else find_folder(source)
     if folder is None:
         return None
     files = DeepSpeedFiles.of(folder)

@@ -14,6 +14,7 @@ folders of tensors that are not trained, which the model files have, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -22,13 +23,11 @@ import torch
 
 from ...errors import CorruptionError, FormatError
 from ...storage_backends.base import StorageBackend
-from ...tensors.metadata import BasicMeta
-from ...tensors.shards import torch_dtype
 from ..building import IndexBuilder
 from ..naming import OPTIMIZER_SECTION
 from ..pickles import TensorRef
 from ..source_path import read_all
-from ..torch_values import TorchValues
+from ..torch_values import TorchValues, read_small
 from .folder import DeepSpeedFiles, items_of
 from .partitions import FlatGroup, FlatPartition, FlatSpan, Member, options_of_param, shapes_of
 
@@ -137,11 +136,7 @@ def _key(tensor: TensorRef, sample: torch.Tensor) -> tuple[Any, ...]:
 def _sample(backend: StorageBackend, tensor: TensorRef) -> torch.Tensor:
     """The first elements."""
     count = min(tensor.numel, _SAMPLE) if tensor.is_contiguous else 0
-    dtype = torch_dtype(BasicMeta(tensor.dtype, (count,)))
-    data = bytearray(count * tensor.dtype.itemsize)
-    if data:
-        backend.read_into(tensor.file, tensor.offset, data)
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return read_small(backend, replace(tensor, shape=(count,), strides=(1,)))
 
 
 _WEIGHTS, _SUFFIX, _REST = "fp32", ".pt", "zero/optimizer_state.pt"
@@ -155,12 +150,12 @@ def universal_groups(files: DeepSpeedFiles) -> tuple[list[FlatGroup], Any]:
     folders = [f"zero/{fqn}/" for fqn, _, _ in params]
     if any({"", ".", ".."} & {*fqn.split("/")} for fqn, _, _ in params):
         raise FormatError(f"{where}: param_shapes has names that leave the folder")
-    children = files.folder.list_children(folders)
+    children = read_all(lambda name: files.folder.backend.list_children(files.folder.prefix + name), folders)
     names = [
         [folder + name for name in found if name.endswith(_SUFFIX)]
         for folder, found in zip(folders, children, strict=True)
     ]
-    rest, *found = files.folder.read([_REST, *(name for inside in names for name in inside)])
+    rest, *found = files.folder.objects([_REST, *(name for inside in names for name in inside)])
     if not isinstance(rest, dict):
         raise FormatError(f"{files.where(_REST)}: it is no state of an optimizer")
     entries = iter(found)

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError, CorruptionError, FormatError
-from ...storage_backends.base import StorageBackend
-from ..archives import read_archive
 from ..building import IndexBuilder, StoredLeaf
 from ..dcp import METADATA_KEY, DcpFolder
 from ..source_path import SourcePath
@@ -52,81 +49,58 @@ class Contents(NamedTuple):
     world_size: int
 
 
-@dataclass(frozen=True)
-class MegatronFolder:
-    """The folder of one iteration.
+def find_folder(source: SourcePath) -> SourcePath | None:
+    """Return the folder of the iteration that Megatron saved last, or the path itself; None if it is none.
 
-    Attributes:
-        backend: Storage backend of the path that the caller passed.
-        prefix: The iteration's folder in it; empty if the path is the iteration's folder itself.
-        names: The names in the folder.
+    Raises ``CheckpointError`` for another format of Megatron, and ``CorruptionError`` if the iteration is missing.
     """
-
-    backend: StorageBackend
-    prefix: str
-    names: Sequence[str]
-
-    @classmethod
-    def find(cls, source: SourcePath) -> MegatronFolder | None:
-        """Return the folder of the iteration that Megatron saved last, or of the path itself; None if it is none.
-
-        Raises ``CheckpointError`` for another format of Megatron, and ``CorruptionError`` if the iteration is missing.
-        """
-        if source.name:
+    if source.name:
+        return None
+    found, text = source, ""
+    if _POINTER in source.children and _FORMAT not in source.children:
+        text = source.backend.get(_POINTER, max_size=_MAX_SMALL_BYTES).decode("utf-8", "replace").strip()
+        if text != "release" and not (text.isdecimal() and len(text) < 20):
             return None
-        found = cls(source.backend, "", source.children)
-        text = ""
-        if _POINTER in found.names and not found._has_files():
-            text = source.backend.get(_POINTER, max_size=_MAX_SMALL_BYTES).decode("utf-8", "replace").strip()
-            if text != "release" and not (text.isdecimal() and len(text) < 20):
-                return None
-            prefix = "release/" if text == "release" else f"iter_{int(text):07d}/"
-            found = cls(source.backend, prefix, source.backend.list_children(prefix))
-        if any(map(_LEGACY.fullmatch, found.names)):
-            raise CheckpointError(
-                f"{found.url} has one file of Megatron's format 'torch' for each model parallel rank, which is not "
-                f"read, since it does not state how the ranks split the tensors. {_ADVICE}"
-            )
-        if text and not found._has_files():
-            raise CorruptionError(
-                f"{source.url}/{_POINTER} names {text!r}, but {found.url}/{_FORMAT} is not there; fetch it, or pass "
-                f"the folder of another iteration"
-            )
-        return found if found._has_files() and found._is_torch_dist() else None
+        found = source.below("release" if text == "release" else f"iter_{int(text):07d}")
+    if any(map(_LEGACY.fullmatch, found.children)):
+        raise CheckpointError(
+            f"{found.url} has one file of Megatron's format 'torch' for each model parallel rank, which is not "
+            f"read, since it does not state how the ranks split the tensors. {_ADVICE}"
+        )
+    has_files = _FORMAT in found.children
+    if text and not has_files:
+        raise CorruptionError(
+            f"{source.url}/{_POINTER} names {text!r}, but {found.url}/{_FORMAT} is not there; fetch it, or pass "
+            f"the folder of another iteration"
+        )
+    return found if has_files and _is_torch_dist(found) else None
 
-    def _has_files(self) -> bool:
-        return _FORMAT in self.names
 
-    @property
-    def url(self) -> str:
-        """The folder, for messages."""
-        return f"{self.backend.url}/{self.prefix}".rstrip("/")
+def _is_torch_dist(folder: SourcePath) -> bool:
+    """Whether ``metadata.json`` is Megatron's. Raises ``CheckpointError`` for another format."""
+    try:
+        config = json.loads(folder.backend.get(folder.prefix + _FORMAT, max_size=_MAX_SMALL_BYTES))
+    except (ValueError, RecursionError):
+        return False
+    kind = config.get("sharded_backend") if isinstance(config, dict) else None
+    if type(kind) is str and kind != _TORCH_DIST:
+        raise CheckpointError(f"{folder.url} has Megatron's format {kind!r:.80}, which is not read. {_ADVICE}")
+    return kind == _TORCH_DIST
 
-    def _is_torch_dist(self) -> bool:
-        """Whether ``metadata.json`` is Megatron's. Raises ``CheckpointError`` for another format."""
-        try:
-            config = json.loads(self.backend.get(self.prefix + _FORMAT, max_size=_MAX_SMALL_BYTES))
-        except (ValueError, RecursionError):
-            return False
-        kind = config.get("sharded_backend") if isinstance(config, dict) else None
-        if type(kind) is str and kind != _TORCH_DIST:
-            raise CheckpointError(f"{self.url} has Megatron's format {kind!r:.80}, which is not read. {_ADVICE}")
-        return kind == _TORCH_DIST
 
-    def read(self, builder: IndexBuilder) -> Contents:
-        """Read everything but the bytes of tensors.
+def read_contents(folder: SourcePath, builder: IndexBuilder) -> Contents:
+    """Read everything but the bytes of tensors.
 
-        Raises ``CorruptionError`` for a missing file, and ``FormatError`` for a damaged one.
-        """
-        missing = next((name for name in (_COMMON, METADATA_KEY) if name not in self.names), None)
-        if missing is not None:
-            raise CorruptionError(f"{self.url}/{missing}: file is missing; fetch it again")
-        common = read_archive(self.backend, self.prefix + _COMMON).value
-        stored = DcpFolder(self.backend, self.prefix)
-        if type(common) is not dict or not all(type(key) is str for key in common):
-            raise FormatError(f"{self.url}/{_COMMON}: it holds no dict with names")
-        tensors, objects = stored.contents(builder)
-        return Contents(tensors, list(_sharded_objects(objects)), common, stored.world_size)
+    Raises ``CorruptionError`` for a missing file, and ``FormatError`` for a damaged one.
+    """
+    if METADATA_KEY not in folder.children:
+        raise CorruptionError(f"{folder.url}/{METADATA_KEY}: file is missing; fetch it again")
+    (common,) = folder.objects([_COMMON])
+    stored = DcpFolder(folder.backend, folder.prefix)
+    if type(common) is not dict or not all(type(key) is str for key in common):
+        raise FormatError(f"{folder.url}/{_COMMON}: it holds no dict with names")
+    tensors, objects = stored.contents(builder)
+    return Contents(tensors, list(_sharded_objects(objects)), common, stored.world_size)
 
 
 def _sharded_objects(objects: Mapping[str, Any]) -> Iterator[ShardedObject]:

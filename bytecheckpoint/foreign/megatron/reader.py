@@ -24,7 +24,7 @@ from ..naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION
 from ..pickles import TensorRef
 from ..source_path import SourcePath, read_all
 from ..torch_values import TorchValues, read_small
-from .folder import Contents, MegatronFolder, ShardedObject
+from .folder import Contents, ShardedObject, find_folder, read_contents
 from .optimizer import (
     MegatronOptimizerWriter,
     ParamOptions,
@@ -48,11 +48,11 @@ def read_megatron(source: SourcePath) -> Index | None:
     Raises ``CorruptionError`` for missing files, ``FormatError`` for damaged ones, and ``CheckpointError`` for
     Megatron's other formats.
     """
-    folder = MegatronFolder.find(source)
+    folder = find_folder(source)
     if folder is None:
         return None
     builder = IndexBuilder(source.backend, "Megatron-core")
-    contents = folder.read(builder)
+    contents = read_contents(folder, builder)
     model = {key: leaf for key, leaf in contents.tensors.items() if not is_of_optimizer(key)}
     prefix = wrapper_prefix(model)
 

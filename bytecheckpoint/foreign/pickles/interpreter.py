@@ -39,16 +39,21 @@ def interpret(data: bytes, where: str, persistent: Persistent | None = None) -> 
     Raises:
         FormatError: It is not a valid pickle, or it exceeds a limit.
     """
-    value, end = interpret_prefix(data, where, persistent)
+    found = interpret_prefix(data, where, persistent)
+    if found is None:
+        raise FormatError(f"{where}: its pickle ends early; fetch the file again")
+    value, end = found
     if end != len(data):
         raise FormatError(f"{where}: {len(data) - end} bytes follow its pickle")
     return value
 
 
-def interpret_prefix(data: bytes, where: str, persistent: Persistent | None = None, start: int = 0) -> tuple[Any, int]:
+def interpret_prefix(
+    data: bytes, where: str, persistent: Persistent | None = None, start: int = 0
+) -> tuple[Any, int] | None:
     """Like ``interpret``, for a pickle that begins at ``start`` and that other bytes may follow.
 
-    Returns the object and the position after the pickle.
+    Returns the object and the position after the pickle, or None if the data end first.
     """
     if len(data) - start > MAX_PICKLE_BYTES:
         raise FormatError(f"{where}: its pickle has {len(data)} bytes; at most {MAX_PICKLE_BYTES} are read")
@@ -74,4 +79,4 @@ def interpret_prefix(data: bytes, where: str, persistent: Persistent | None = No
         # pickletools raises ValueError if an argument reaches beyond the end.
         if type(error) is not ValueError or stream.tell() < len(data):  # word-ok: a method of files
             raise FormatError(f"{where}: its pickle is invalid at byte {position}: {error!r:.200}") from error
-    raise FormatError(f"{where}: its pickle ends early; fetch the file again")
+    return None

@@ -57,7 +57,7 @@ class Instance:
         return f"<{self.cls}>"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Storage:
     """The bytes that one or more tensors view.
 
