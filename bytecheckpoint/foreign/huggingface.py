@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 import numpy as np
 
 from ..checkpoint.index import Index
-from ..errors import CorruptionError, FormatError, KeyNotFoundError, NotACheckpointError
+from ..errors import FormatError, NotACheckpointError
 from ..format.hf_index import INDEX_KEY
 from ..format.values import UnreadObject
-from .archives import read_archive
 from .building import IndexBuilder, StoredLeaf
 from .naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION, is_state_dict, module_names
 from .pickles import TensorRef
 from .safetensors_folder import SafetensorsFolder, check_weight_map, meta_of, read_weight_map
-from .source_path import SourcePath, read_all
-from .torch_values import TorchValues
+from .source_path import SourcePath, read_json
+from .torch_values import TorchValues, read_small
 
 _BIN_INDEX_KEY = "pytorch_model.bin.index.json"
 _BIN_KEYS = ("pytorch_model.bin", "adapter_model.bin")
@@ -95,7 +93,7 @@ def _add_torch_model(source: SourcePath, builder: IndexBuilder) -> bool:
             f"remove the other"
         )
     files = found if index is None else sorted(set(index.values()))
-    documents = read_all(lambda file: _read_model(source, file), files)
+    documents = source.objects(files, listed_in=_BIN_INDEX_KEY)
     values = TorchValues(builder)
     tensors: dict[str, Any] = {}
     places: dict[str, str] = {}
@@ -112,15 +110,6 @@ def _add_torch_model(source: SourcePath, builder: IndexBuilder) -> bool:
     builder.add_section(MODEL_SECTION, "module")
     builder.add_tree(MODEL_SECTION, module_names(tensors))
     return True
-
-
-def _read_model(source: SourcePath, file: str) -> Any:
-    try:
-        return read_archive(source.backend, file).value
-    except KeyNotFoundError as error:
-        raise CorruptionError(
-            f"{source.backend.url}/{file}: file is missing, but {_BIN_INDEX_KEY} names it; fetch it again"
-        ) from error
 
 
 STATE_KEY = "trainer_state.json"
@@ -148,9 +137,10 @@ class TrainerState:
 
     def __init__(self, source: SourcePath, builder: IndexBuilder) -> None:
         """Read the files. Raises ``FormatError`` and ``CorruptionError`` for damaged ones."""
-        self._path, self._builder = source, builder
-        self._values = TorchValues(builder)
-        counters = self._read_counters()
+        self._backend, self._values = source.backend, TorchValues(builder)
+        counters = read_json(source.backend, STATE_KEY, _MAX_STATE_BYTES)
+        if not isinstance(counters, dict):
+            raise FormatError(f"{source.backend.url}/{STATE_KEY} is not a JSON object")
         step = counters.get("global_step")
         self.step = step if type(step) is int and step >= 0 else None
         sections = {key: section for key, section in _SECTIONS.items() if key in source.children}
@@ -160,7 +150,7 @@ class TrainerState:
             generators = {}
         self.world_size = max(len(generators), 1)
         keys = [*sections, *generators.values()]
-        found = dict(zip(keys, read_all(lambda key: read_archive(source.backend, key).value, keys), strict=True))
+        found = dict(zip(keys, source.objects(keys), strict=True))
         for key, section in sections.items():
             builder.add_tree(section, self._values.tree(found[key]))
         if generators:
@@ -168,16 +158,6 @@ class TrainerState:
         for rank, key in generators.items():
             builder.add_tree(_RNG_SECTION, self._generators(found[key], rank), rank=rank)
         builder.add_tree(EXTRA_SECTION, counters)
-
-    def _read_counters(self) -> dict[str, Any]:
-        where = f"{self._path.backend.url}/{STATE_KEY}"
-        try:
-            document = json.loads(self._path.backend.get(STATE_KEY, max_size=_MAX_STATE_BYTES))
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{where} is not JSON: {error}") from None
-        if not isinstance(document, dict):
-            raise FormatError(f"{where} is not a JSON object")
-        return document
 
     def _generators(self, found: Any, rank: int) -> dict[str, Any]:
         """The state of ``bytecheckpoint.RNGState``."""
@@ -201,9 +181,7 @@ class TrainerState:
         is_state = type(tensor) is TensorRef and tensor.is_contiguous and tensor.nbytes <= _MAX_GENERATOR_BYTES
         if not is_state or tensor.dtype.name != "uint8":
             return UnreadObject("no state of a random generator")
-        data = bytearray(tensor.nbytes)
-        self._path.backend.read_into(tensor.file, tensor.offset, data)
-        return np.frombuffer(data, np.uint8)
+        return read_small(self._backend, tensor).numpy()
 
 
 def _numpy_state(found: Any) -> Mapping[str, Any] | UnreadObject:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -20,7 +19,7 @@ from ..format.lfs import refuse_pointer
 from ..format.safetensors import HeaderRecord, SafetensorsHeader, dtype_and_shape, parse_header
 from ..storage_backends.base import StorageBackend
 from ..tensors.metadata import BasicMeta
-from .source_path import SourcePath
+from .source_path import SourcePath, read_json
 
 
 class SafetensorsFolder:
@@ -135,15 +134,11 @@ def read_weight_map(backend: StorageBackend, key: str, suffix: str) -> dict[str,
 
     All files must be in the folder of the index, with names that end in ``suffix``. Raises ``FormatError``.
     """
-    try:
-        raw = backend.get(key, max_size=_MAX_INDEX_BYTES)
-    except KeyNotFoundError:
-        return None
     where = f"{backend.url}/{key}"
     try:
-        document = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where} is not JSON: {error}") from None
+        document = read_json(backend, key, _MAX_INDEX_BYTES)
+    except KeyNotFoundError:
+        return None
     found = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise FormatError(f"{where} has no weight_map of names to files")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -74,18 +75,20 @@ class SourcePath:
         """Return a folder in this one."""
         return SourcePath(f"{self.url}/{folder}", self.backend, prefix=f"{self.prefix}{folder}/")
 
-    def objects(self, names: Iterable[str]) -> list[Any]:
+    def objects(self, names: Iterable[str], listed_in: str = "") -> list[Any]:
         """Return the objects in several files of ``torch.save``, by their names in this folder.
 
-        Raises ``CorruptionError`` for a missing file, and as ``read_archive``.
+        Raises ``CorruptionError`` for a missing file, which states where it is listed, and as ``read_archive``.
         """
-        return read_all(self._object, names)
 
-    def _object(self, name: str) -> Any:
-        try:
-            return read_archive(self.backend, self.prefix + name).value
-        except KeyNotFoundError as error:
-            raise CorruptionError(f"{self.url}/{name}: file is missing; fetch it again") from error
+        def read(name: str) -> Any:
+            try:
+                return read_archive(self.backend, self.prefix + name).value
+            except KeyNotFoundError as error:
+                why = f", but {listed_in} names it" if listed_in else ""
+                raise CorruptionError(f"{self.url}/{name}: file is missing{why}; fetch it again") from error
+
+        return read_all(read, names)
 
 
 def open_parent(location: Location, deadline_s: float | None = None) -> StorageBackend:
@@ -99,6 +102,14 @@ def read_all(read: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_F
     """Return what ``read`` returns for each item; several of them wait for the store at the same time."""
     with Threads(_THREADS, thread_name_prefix="bcp-index") as pool:
         return list(pool.map(read, items))
+
+
+def read_json(backend: StorageBackend, key: str, max_size: int) -> Any:
+    """Return what a file of JSON contains. Raises ``FormatError``, and ``KeyNotFoundError`` if there is none."""
+    try:
+        return json.loads(backend.get(key, max_size=max_size))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{backend.url}/{key} is not JSON: {error}") from None
 
 
 def read_index(read: Callable[[SourcePath], Index | None], source: SourcePath) -> Index | None:

@@ -7,7 +7,6 @@ states the format, and ``common.pt`` has what is equal on all ranks. Names and o
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from ...errors import CheckpointError, CorruptionError, FormatError
 from ..building import IndexBuilder, StoredLeaf
 from ..dcp import METADATA_KEY, DcpFolder
-from ..source_path import SourcePath
+from ..source_path import SourcePath, read_json
 
 _FORMAT, _COMMON, _POINTER = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
 _TORCH_DIST = "torch_dist"
@@ -79,8 +78,8 @@ def find_folder(source: SourcePath) -> SourcePath | None:
 def _is_torch_dist(folder: SourcePath) -> bool:
     """Whether ``metadata.json`` is Megatron's. Raises ``CheckpointError`` for another format."""
     try:
-        config = json.loads(folder.backend.get(folder.prefix + _FORMAT, max_size=_MAX_SMALL_BYTES))
-    except (ValueError, RecursionError):
+        config = read_json(folder.backend, folder.prefix + _FORMAT, _MAX_SMALL_BYTES)
+    except FormatError:
         return False
     kind = config.get("sharded_backend") if isinstance(config, dict) else None
     if type(kind) is str and kind != _TORCH_DIST:
