@@ -132,9 +132,7 @@ def diff(
         found: list[TensorDiff] = []
         for name in sorted(names_a.keys() & names_b.keys()):
             row_a, row_b = names_a[name], names_b[name]
-            one = comparison.metas_differ(name, row_a, row_b)
-            if values and (one is None or one.kind == "dtype"):
-                one = comparison.compare(name, row_a, row_b) or one
+            one = comparison.compare(name, row_a, row_b, values=values)
             if one is not None:
                 found.append(one)
             progress(a.manifest.tensors.meta_of(row_a).nbytes)
@@ -183,18 +181,14 @@ class _Comparison:
     skipped: int = 0
     _done: dict[tuple[int, int], tuple[int, float]] = field(default_factory=dict)
 
-    def metas_differ(self, name: str, row_a: int, row_b: int) -> TensorDiff | None:
-        meta_a, meta_b = self.a.manifest.tensors.meta_of(row_a), self.b.manifest.tensors.meta_of(row_b)
-        if meta_a == meta_b:
-            return None
-        return TensorDiff(name, "shape" if meta_a.shape != meta_b.shape else "dtype", str(meta_a), str(meta_b))
-
-    def compare(self, name: str, row_a: int, row_b: int) -> TensorDiff | None:
+    def compare(self, name: str, row_a: int, row_b: int, *, values: bool) -> TensorDiff | None:
         """Compare two rows. Tied names share a row, which is compared once."""
         meta_a, meta_b = self.a.manifest.tensors.meta_of(row_a), self.b.manifest.tensors.meta_of(row_b)
         same_type = meta_a.dtype == meta_b.dtype
-        if not same_type and "bits" in (meta_a.dtype.kind, meta_b.dtype.kind):
-            return None
+        if meta_a.shape != meta_b.shape:
+            return TensorDiff(name, "shape", str(meta_a), str(meta_b))
+        if not values or (not same_type and "bits" in (meta_a.dtype.kind, meta_b.dtype.kind)):
+            return None if same_type else TensorDiff(name, "dtype", str(meta_a), str(meta_b))
         if (row_a, row_b) not in self._done:
             boxes = self._boxes_to_read(row_a, row_b) if same_type else [Box.whole(meta_a.shape)]
             self.skipped += not boxes

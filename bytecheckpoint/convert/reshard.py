@@ -181,13 +181,9 @@ def _pieces(manifest: Manifest, row: int, count: int) -> list[OutputTensor]:
     whole = Box.whole(meta.shape)
     if count == 1 or not meta.shape or meta.numel == 0 or meta.shape[0] == 1:
         return [OutputTensor(fqn, row, whole, meta.dtype)]
-    step = -(-meta.shape[0] // count)
-    rest = meta.shape[1:]
-    boxes = [
-        Box((start, *(0 for _ in rest)), (min(step, meta.shape[0] - start), *rest))
-        for start in range(0, meta.shape[0], step)
-    ]
-    return [OutputTensor(shard_name(fqn, box, whole=box == whole), row, box, meta.dtype) for box in boxes]
+    rows, step = meta.shape[0], -(-meta.shape[0] // count)
+    boxes = [whole.narrow(0, start, min(start + step, rows)) for start in range(0, rows, step)]
+    return [OutputTensor(shard_name(fqn, box, whole=False), row, box, meta.dtype) for box in boxes]
 
 
 def _balance(tensors: Sequence[OutputTensor], parts: Sequence[list[OutputTensor]]) -> None:

@@ -55,14 +55,6 @@ class DcpExportReport:
     bytes_read: int
 
 
-@dataclass(frozen=True)
-class _Item:
-    """One chunk of a tensor, or one plain value: an archive of ``torch.save`` inside a file."""
-
-    layout: TorchLayout
-    place: _StorageInfo
-
-
 def export_dcp(
     checkpoint: Checkpoint,
     target: AnyLocation,
@@ -114,8 +106,8 @@ def export_dcp(
             for file, size in folder.sizes.items():
                 done.append(file)
                 with store.create(file, size) as writer:
-                    for item in folder.items[file]:
-                        item.layout.write(writer, item.place.offset, pieces, progress)
+                    for layout, offset in folder.items[file]:
+                        layout.write(writer, offset, pieces, progress)
                     writer.complete()
         done.append(_METADATA_KEY)
         store.put(_METADATA_KEY, pickle.dumps(folder.metadata))
@@ -136,7 +128,7 @@ class _Folder:
 
     def __init__(self, output: Callable[[int], OutputTensor], max_file_bytes: int) -> None:
         self._output, self._max_file_bytes = output, max_file_bytes
-        self.items: dict[str, list[_Item]] = {}
+        self.items: dict[str, list[tuple[TorchLayout, int]]] = {}  # by file, with their offsets
         self.sizes: dict[str, int] = {}
         self.chunks: dict[int, list[tuple[OutputTensor, _StorageInfo]]] = {}
         self.metadata = Metadata({}, storage_meta=StorageMeta())
@@ -145,7 +137,7 @@ class _Folder:
     @property
     def outputs(self) -> list[OutputTensor]:
         """All tensors in the order of their bytes."""
-        return [one for items in self.items.values() for item in items for one in item.layout.tensors]
+        return [one for items in self.items.values() for layout, _ in items for one in layout.tensors]
 
     def add(self, stored: StoredItems) -> None:
         """Place all items."""
@@ -185,6 +177,6 @@ class _Folder:
         if not file or self.sizes[file] + layout.size > self._max_file_bytes:
             file = f"__0_{len(self.sizes)}.distcp"
         place = _StorageInfo(file, self.sizes.get(file, 0), layout.size)
-        self.items.setdefault(file, []).append(_Item(layout, place))
+        self.items.setdefault(file, []).append((layout, place.offset))
         self.sizes[file] = place.offset + layout.size
         return place

@@ -74,7 +74,6 @@ def is_elementwise(optimizer: object) -> bool:
 def require_same_class(params: Iterable[NamedParam], values: Mapping[Path, Any], context: Context) -> None:
     """Raise ``MismatchError`` if state was saved by a class of optimizer that is not related to the target's."""
     lineages: dict[int, list[str]] = {}
-    verdicts: dict[tuple[str, tuple[str, ...]], bool] = {}
     faults: list[tuple[str, str, str]] = []
     for named in params:
         if named.holder.optimizer is None:
@@ -86,11 +85,8 @@ def require_same_class(params: Iterable[NamedParam], values: Mapping[Path, Any],
             stored = values.get(class_path(fqn))
             if not isinstance(stored, (list, tuple)) or not stored:
                 continue
-            key = target[0], tuple(map(str, stored))
-            if key not in verdicts:
-                verdicts[key] = _are_related(key[1], target)
-            if not verdicts[key]:
-                faults.append(("value", fqn, f"saved by {key[1][0]}, loaded into {target[0]}"))
+            if not _are_related(tuple(map(str, stored)), target):
+                faults.append(("value", fqn, f"saved by {stored[0]}, loaded into {target[0]}"))
     if faults:
         lines = "\n".join(f"  {name}: {detail}" for _, name, detail in faults[:_MAX_SHOWN])
         more = f"\n  ... and {len(faults) - _MAX_SHOWN} more" if len(faults) > _MAX_SHOWN else ""

@@ -7,7 +7,7 @@ by name, because state that is kept elsewhere would be lost.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -186,7 +186,7 @@ def _require_in_backward(context: Context) -> None:
         return
     listed = {id(item) for value in context.state.values() for item in as_list(value)}
     for section, value in context.state.items():
-        for param in _params_of(value):
+        for param in (param for module in modules_of(value) for param in module.parameters()):
             for optimizer in param.__dict__.get(_IN_BACKWARD, ()):
                 if id(optimizer) not in listed:
                     raise StateError(
@@ -194,12 +194,6 @@ def _require_in_backward(context: Context) -> None:
                         f"updated in the backward pass by a {_kind(optimizer)}, which no section contains. Pass all of "
                         "them in a list, with _get_in_backward_optimizers(model) of torch.distributed.optim"
                     )
-
-
-def _params_of(value: Any) -> Iterator[nn.Parameter]:
-    for module in modules_of(value):
-        for owner in module.modules():
-            yield from (param for param in owner._parameters.values() if param is not None)
 
 
 def _kind(obj: object) -> str:

@@ -180,11 +180,13 @@ class TreeBuilder:
         return restore
 
     def _refilled(self, node: MutableMapping[Any, Any], path: Path) -> Restore:
-        """Replace everything in a mapping of plain values."""
+        """Replace everything in an empty mapping, or one of plain values."""
         rebuilt = self._rebuilt(path)
 
         def restore(values: Values) -> Any:
             tree = rebuilt(values)
+            if not isinstance(tree, Mapping):
+                return tree
             node.clear()
             node.update(tree)
             return node
@@ -201,16 +203,7 @@ class TreeBuilder:
             if not path and path not in self.stored.values:
                 return lambda values: node
             return self._leaf(node, path, skip=skip)
-        rebuilt = self._rebuilt(path)
-
-        def restore(values: Values) -> Any:
-            tree = rebuilt(values)
-            if not isinstance(tree, Mapping):
-                return tree
-            node.update(tree)
-            return node
-
-        return restore
+        return self._refilled(node, path)
 
     def _tensor(self, tensor: torch.Tensor, path: Path, *, skip: bool) -> Restore | None:
         fqn = path_name(path)

@@ -143,22 +143,17 @@ def _place(
     role: str,
 ) -> None:
     """Add one inner tensor. ``box`` is the part of the global ``shape`` that ``local`` holds."""
-    whole = box.lengths == shape
-    if role == "constant" or (role == "grid" and whole):
-        meta = basic_meta(inner.dtype, inner.shape)
-        held.shards.append(Shard(fqn, meta, Box.whole(meta.shape), inner))
-    elif role == "grid":
-        global_shape, part = _grid_part(fqn, local, tuple(inner.shape), shape, box)
-        meta = basic_meta(inner.dtype, global_shape)
-        held.shards.append(Shard(fqn, meta, part, inner))
-    else:
+    global_shape, part = tuple(inner.shape), Box.whole(tuple(inner.shape))
+    if role == "items":
         size = local.numel() // max(inner.numel(), 1)
         if size * inner.numel() != local.numel() or not inner.is_contiguous():
             raise _refusal(fqn, local, f"{inner.numel()} items do not divide {local.numel()} elements into blocks")
         global_shape, part = _items_part(fqn, local, size, shape, box)
-        meta = basic_meta(inner.dtype, global_shape)
-        held.shards.append(Shard(fqn, meta, part, inner.view(part.lengths)))
-    held.metas[fqn] = meta
+        inner = inner.view(part.lengths)
+    elif role == "grid" and box.lengths != shape:
+        global_shape, part = _grid_part(fqn, local, global_shape, shape, box)
+    held.metas[fqn] = basic_meta(inner.dtype, global_shape)
+    held.shards.append(Shard(fqn, held.metas[fqn], part, inner))
 
 
 def _grid_part(
@@ -168,11 +163,19 @@ def _grid_part(
     lengths = tuple(local.shape)
     if len(blocks) != len(shape) or any(n == 0 or size % n for size, n in zip(lengths, blocks, strict=True)):
         raise _refusal(fqn, local, f"its shape {blocks} does not divide the local shape {lengths} into equal blocks")
-    extents = [size // n for size, n in zip(lengths, blocks, strict=True)]
-    if any(n % e or o % e for n, o, e in zip(shape, box.offsets, extents, strict=True)):
+    return _in_blocks(fqn, local, [size // n for size, n in zip(lengths, blocks, strict=True)], shape, box)
+
+
+def _in_blocks(
+    fqn: str, local: torch.Tensor, extents: Sequence[int], shape: tuple[int, ...], box: Box
+) -> tuple[tuple[int, ...], Box]:
+    """The shape and the box in units of blocks."""
+    if any(
+        n % e or o % e or length % e for n, o, length, e in zip(shape, box.offsets, box.lengths, extents, strict=True)
+    ):
         raise _refusal(fqn, local, f"blocks of {extents} cross the edges of {box} of {list(shape)}")
-    offsets = tuple(o // e for o, e in zip(box.offsets, extents, strict=True))
-    return tuple(n // e for n, e in zip(shape, extents, strict=True)), Box(offsets, blocks)
+    counts = [tuple(n // e for n, e in zip(sizes, extents, strict=True)) for sizes in (shape, box.offsets, box.lengths)]
+    return counts[0], Box(counts[1], counts[2])
 
 
 def _items_part(
@@ -186,11 +189,7 @@ def _items_part(
         if stop - first != box.numel or first % size or stop % size or prod(shape) % size:
             raise _refusal(fqn, local, f"blocks of {size} elements cross the edges of {box} of {list(shape)}")
         return (prod(shape) // size,), Box((first // size,), ((stop - first) // size,))
-    if any(n % e or o % e for n, o, e in zip(box.lengths, box.offsets, extents, strict=True)):
-        raise _refusal(fqn, local, f"blocks of {size} elements cross the edges of {box} of {list(shape)}")
-    offsets = tuple(o // e for o, e in zip(box.offsets, extents, strict=True))
-    lengths = tuple(n // e for n, e in zip(box.lengths, extents, strict=True))
-    return tuple(n // e for n, e in zip(shape, extents, strict=True)), Box(offsets, lengths)
+    return _in_blocks(fqn, local, extents, shape, box)
 
 
 def _block_extents(shape: Sequence[int], size: int) -> list[int] | None:
