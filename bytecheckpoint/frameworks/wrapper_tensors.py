@@ -173,7 +173,7 @@ def _in_blocks(
     if any(
         n % e or o % e or length % e for n, o, length, e in zip(shape, box.offsets, box.lengths, extents, strict=True)
     ):
-        raise _refusal(fqn, local, f"blocks of {extents} cross the edges of {box} of {list(shape)}")
+        raise _refusal(fqn, local, f"blocks of {prod(extents)} elements cross the edges of {box} of {list(shape)}")
     counts = [tuple(n // e for n, e in zip(sizes, extents, strict=True)) for sizes in (shape, box.offsets, box.lengths)]
     return counts[0], Box(counts[1], counts[2])
 
