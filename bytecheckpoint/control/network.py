@@ -160,7 +160,7 @@ class Network:
 
     async def _add_peer(self, peer: int, connection: socket.socket) -> None:
         if peer in self._writers:
-            # Whoever has the key could otherwise take the place of a living rank.
+            # Otherwise a process that has the key could take the place of a living rank.
             _log.warning("refused a second connection that says it is rank %d, which is connected", peer)
             connection.close()
             return
@@ -210,7 +210,7 @@ class Network:
             self._outboxes[peer] = [data]
             self._start(self._connect_and_send(peer))
         elif peer not in self._endpoints:
-            self._handler.lose_peer(peer, "its address is not known yet")  # so that nobody waits for its answer
+            self._handler.lose_peer(peer, "its address is not known yet")  # so that no one waits for its answer
 
     async def _connect_and_send(self, peer: int) -> None:
         try:

@@ -3,8 +3,8 @@
 1. Each rank registers in the shared store under its rank, with a random token; a leader once its group has.
 2. A rank with children listens, and answers to each child's token with its endpoint and the key of the communicator.
    Leaders pass the key on. A value that an earlier group left in the store is thus never mistaken for an answer.
-   Whoever reaches the store (MASTER_PORT) can read this key, unless ``BYTECHECKPOINT_KEY`` has it: then it never
-   enters the store.
+   Any process that reaches the store (MASTER_PORT) can read this key, unless ``BYTECHECKPOINT_KEY`` has it: then it
+   never enters the store.
 3. Each rank connects to its parent; a leader once its group has connected.
 4. The ranks exchange what they need to know of each other in an ordinary operation.
 

@@ -106,7 +106,7 @@ def _fail_to_listen(rank: int, world_size: int, failing: int) -> tuple[str, str,
 
 @pytest.mark.parametrize("rank", [5, 4, 0])
 def test_a_rank_that_cannot_listen(pool: RankPool, rank: int) -> None:
-    """It knows at once that it cannot. The others do not wait until the deadline, and raise its cause."""
+    """It raises its error at once. The others do not wait until the deadline, and raise its cause."""
     found = pool.run(_fail_to_listen, rank)
     assert [name for name, _, _ in found] == ["UsageError" if one == rank else "ControlError" for one in range(WORLD)]
     others = {text for one, (_, text, _) in enumerate(found) if one != rank}
