@@ -77,8 +77,6 @@ def test_members_of_a_mesh() -> None:
     assert found.ranks.tolist() == [3, 7, 4, 9]
     assert found.starts.tolist() == [0, 2, 4]
     assert found.coordinates[:, 1].tolist() == [1, 2]
-    with pytest.raises(PlanError, match="outside its mesh"):
-        mesh_members(layout, ranks[:1], np.array([[2, 0]]))
     with pytest.raises(PlanError, match="1 dimensions"):
         mesh_boxes(layout, (3, 4), coordinates)
 
