@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import MismatchError, NameCollisionError, UsageError
 from ..format.manifest import Manifest, SectionInfo
-from ..format.values import path_name
+from ..format.values import is_number, path_name
 from ..frameworks.sections import is_section_name, split_rank_name
 from ..tensors.shards import Path
 from ..tensors.tables import TensorTable
@@ -277,5 +277,5 @@ def _path_like(old: Path, parts: Sequence[str]) -> Path:
     if len(parts) != len(old):
         return tuple(parts)
     return tuple(
-        int(new) if isinstance(was, int) and new.isdecimal() else new for was, new in zip(old, parts, strict=True)
+        int(new) if isinstance(was, int) and is_number(new) else new for was, new in zip(old, parts, strict=True)
     )

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from ..checkpoint.index import Index
-from ..errors import KeyNotFoundError
+from ..errors import FormatError, KeyNotFoundError
 from ..format.values import UnreadObject
 from ..frameworks.optimizer_groups import same_value
 from ..frameworks.tree_paths import find_all
@@ -44,12 +44,19 @@ def read_bytecheckpoint(source: SourcePath) -> Index | None:
     if model.kind != _METADATA:
         return None
     builder = IndexBuilder(source.backend, "ByteCheckpoint")
-    builder.add_tree(MODEL_SECTION, sections_of(model.tree(builder))[MODEL_SECTION])
+    builder.add_tree(MODEL_SECTION, _section_of(model, builder, MODEL_SECTION))
     if f"{OPTIMIZER_SECTION}/" in source.children:
         optimizer = DcpFolder(source.backend, f"{OPTIMIZER_SECTION}/")
-        builder.add_tree(OPTIMIZER_SECTION, sections_of(optimizer.tree(builder))[OPTIMIZER_SECTION])
+        builder.add_tree(OPTIMIZER_SECTION, _section_of(optimizer, builder, OPTIMIZER_SECTION))
     # A rank that has replicas only writes no tensors.
     return builder.build(world_size=max(model.world_size, _add_extra_state(source, builder)))
+
+
+def _section_of(folder: DcpFolder, builder: IndexBuilder, name: str) -> Any:
+    found = sections_of(folder.tree(builder))
+    if name not in found:
+        raise FormatError(f"{builder.backend.url}/{name}: its metadata has no section {name!r}")
+    return found[name]
 
 
 def _add_extra_state(source: SourcePath, builder: IndexBuilder) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from ..format.values import is_number
 from ..frameworks.module_tree import clean_name
 from ..frameworks.sections import is_section_name
 from .building import StoredLeaf
@@ -70,8 +71,9 @@ def _with_numbers(tree: Any) -> Any:
     state, groups = (tree.get("state"), tree.get("param_groups")) if isinstance(tree, dict) else (None, None)
     if not isinstance(state, dict) or not isinstance(groups, list):
         return tree
-    is_numbered = all(type(key) is int for group in groups for key in group.get("params", ()))
-    if not is_numbered or not all(isinstance(key, str) and key.isdecimal() for key in state):
+    params = [group.get("params", []) if isinstance(group, dict) else None for group in groups]
+    is_numbered = all(isinstance(one, list | tuple) and all(type(key) is int for key in one) for one in params)
+    if not is_numbered or not all(isinstance(key, str) and is_number(key) for key in state):
         return tree
     return {**tree, "state": {int(key): value for key, value in state.items()}}
 

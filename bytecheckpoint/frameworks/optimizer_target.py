@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import MismatchError
+from ..format.values import is_number
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionTarget, torch_dtype
 from .dtensor import empty_like_dtensor, is_dtensor
@@ -315,8 +316,8 @@ def _at(tree: Any, dotted: str) -> Any:
     """The item at a dotted key of nested containers; None if there is none."""
     for part in dotted.split("."):
         if isinstance(tree, Mapping):
-            tree = tree.get(part, tree.get(int(part)) if part.isdecimal() else None)
-        elif isinstance(tree, (list, tuple)) and part.isdecimal() and int(part) < len(tree):
+            tree = tree.get(part, tree.get(int(part)) if is_number(part) else None)
+        elif isinstance(tree, (list, tuple)) and is_number(part) and int(part) < len(tree):
             tree = tree[int(part)]
         else:
             return None

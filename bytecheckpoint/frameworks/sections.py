@@ -19,7 +19,7 @@ from .registry import find_adapter, parameter_layouts
 _log = logging.getLogger(__name__)
 
 _SECTION_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
-_RANK_SUFFIX = re.compile(r"(.+)@(\d+)")
+_RANK_SUFFIX = re.compile(r"(.+)@(\d{1,18})")
 _SHARD_SUFFIX = re.compile(r"\[(\d+:\d+)?(,\d+:\d+)*\]$")
 _MAX_NAME = 4096  # characters of a tensor's name; longer ones only come from mistakes
 _MAX_SECTION_NAME = 200  # characters; with a rank and a suffix, every file system accepts it

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import MismatchError
-from ..format.values import Container, path_name
+from ..format.values import Container, is_number, path_name
 from ..tensors.shards import Path, SectionTarget, StoredSection, torch_dtype
 from .base import Context
 from .module_tree import clean_name, modules_of, named_slots
@@ -311,7 +311,7 @@ class StoredStateDict:
 
 
 def _as_number(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isdecimal() else key
+    return int(key) if isinstance(key, str) and is_number(key) else key
 
 
 def _tensors_in(entries: Any, path: Path) -> Iterator[Path]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import MismatchError, UnserializableError
-from ..format.values import MAX_DEPTH, Container, Path, path_name
+from ..format.values import MAX_DEPTH, Container, Path, is_number, path_name
 from .per_rank import PerRank
 
 _KEPT_MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -167,7 +167,7 @@ class PathIndex:
 
     def _child(self, path: Path, key: str) -> Path:
         container = self.containers.get(path)
-        is_index = container is not None and container.kind in ("list", "tuple") and key.isdecimal()
+        is_index = container is not None and container.kind in ("list", "tuple") and is_number(key)
         return (*path, int(key) if is_index else key)
 
 

@@ -12,12 +12,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import FormatError
 from bytecheckpoint.format.values import UnreadObject, path_name
 
 
 def _written(folder: Path, *extra: Any) -> Path:
     """A folder as the package writes it: that of DCP with another class, and one file for each rank."""
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder / "model", no_dist=True)
+    return _written_with({"w": torch.ones(2)}, folder, *extra)
+
+
+def _written_with(model: dict[str, Any], folder: Path, *extra: Any) -> Path:
+    dcp.save(model, checkpoint_id=folder / "model", no_dist=True)
     metadata = pickle.dumps(pickle.loads((folder / "model" / ".metadata").read_bytes()), protocol=2)
     theirs = b"cbytecheckpoint.checkpointer.meta_type\nMetadata\n"
     (folder / "model" / ".metadata").write_bytes(
@@ -40,6 +45,12 @@ def test_what_is_equal_on_all_ranks_is_shared(value: Any, ranks: int, tmp_path: 
     found = bcp.open(_written(tmp_path, *[value] * ranks))
     assert found.index.system == "ByteCheckpoint"
     assert found.tree("extra_state") == value
+
+
+def test_a_folder_of_the_model_with_something_else(tmp_path: Path) -> None:
+    optimizer = {"state": {"0": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
+    with pytest.raises(FormatError, match="model: its metadata has no section 'model'"):
+        bcp.open(_written_with(optimizer, tmp_path))
 
 
 def test_values_of_two_ranks(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ...frameworks.module_tree import clean_name
 from ..pickles import TensorRef
 from .folder import DeepSpeedFiles, items_of
 
-_EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
+_EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,18})(\..*)")
 
 
 class FlatSpan(NamedTuple):
@@ -260,6 +260,7 @@ def options_of_param(document: Mapping[str, Any], number: int) -> Mapping[str, A
     base = document.get("base_optimizer_state", document.get("optimizer_state_dict", document))
     groups = base.get("param_groups") if type(base) is dict else None
     for group in groups if type(groups) is list else ():
-        if type(group) is dict and number in group.get("params", ()):
+        params = group.get("params") if type(group) is dict else None
+        if type(params) is list and number in params:
             return group
     return None

@@ -10,7 +10,18 @@ from __future__ import annotations
 from .decoding import decode_value
 from .encoding import encode_value
 from .files import decode_path, decode_values_file, encode_path, encode_values_file, value_digest
-from .types import LEFT_OUT, MAPPINGS, MAX_DEPTH, Container, Path, UnreadObject, is_left_out, path_name, unread_in
+from .types import (
+    LEFT_OUT,
+    MAPPINGS,
+    MAX_DEPTH,
+    Container,
+    Path,
+    UnreadObject,
+    is_left_out,
+    is_number,
+    path_name,
+    unread_in,
+)
 
 __all__ = [
     "LEFT_OUT",
@@ -26,6 +37,7 @@ __all__ = [
     "encode_value",
     "encode_values_file",
     "is_left_out",
+    "is_number",
     "path_name",
     "unread_in",
     "value_digest",

@@ -25,6 +25,7 @@ __all__ = [
     "UnreadObject",
     "check_key",
     "is_left_out",
+    "is_number",
     "is_stored_dtype",
     "path_name",
     "unread_in",
@@ -146,6 +147,11 @@ def path_name(path: Path) -> str:
     if len(path) == 1:
         return str(path[0])
     return ".".join(map(str, path))
+
+
+def is_number(component: str) -> bool:
+    """Return whether a component of a name is a number. A hostile name may have too many digits for ``int``."""
+    return component.isdecimal() and len(component) < 19
 
 
 def check_key(key: Any, where: str) -> None:
