@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -145,44 +145,45 @@ def write_all(
     longest = min(sum(sizes), max(chunk_format.run_bytes, *sizes)) if sizes else 0
     writer = _Writer(transports, longest, quantizer, chunk_format)
     at = 0
-    try:
-        with Threads(THREADS, thread_name_prefix="bcp-push-write") as threads:
-            for batch in runs_of(jobs, room_of, max(_BATCH_BYTES, THREADS * chunk_format.run_bytes)):
-                check()
-                writes = [job.write for job in batch]
-                fetches = quantizer.fetches(writes)
-                fetched = source.fetch([(fetch.name, fetch.box) for fetch in fetches])
-                synchronize(fetched)  # the threads below use other streams than this one may
-                tensors = quantizer.elements(writes, fetches, fetched, threads)
-                making = []
-                for job, tensor in zip(batch, tensors, strict=True):
-                    making.append(_Making(job, tensor, known[at : at + len(job.places)]))
-                    at += len(job.places)
-                runs = runs_of(making, lambda one: room_of(one.job), chunk_format.run_bytes)
-                writing = [(run, threads.submit(writer.write, run)) for run in runs]
-                try:
-                    for run, one in writing:
-                        # A write may wait for room that an engine makes only when all senders write.
-                        while not wait((one,), _CHECK_S).done:
-                            check()
-                        found, kinds = one.result()
-                        digests += found
-                        fates += kinds
-                        on_written(sum(made.job.nbytes for made in run))
-                except BaseException:
-                    writer.stop()
-                    raise
-    except BaseException:
-        writer.raise_failure()  # the other threads were only interrupted; all have ended
-        raise
+    with Threads(THREADS, thread_name_prefix="bcp-push-write") as threads:
+        for batch in runs_of(jobs, room_of, max(_BATCH_BYTES, THREADS * chunk_format.run_bytes)):
+            check()
+            writes = [job.write for job in batch]
+            fetches = quantizer.fetches(writes)
+            fetched = source.fetch([(fetch.name, fetch.box) for fetch in fetches])
+            synchronize(fetched)  # the threads below use other streams than this one may
+            tensors = quantizer.elements(writes, fetches, fetched, threads)
+            making = []
+            for job, tensor in zip(batch, tensors, strict=True):
+                making.append(_Making(job, tensor, known[at : at + len(job.places)]))
+                at += len(job.places)
+            runs = list(runs_of(making, lambda one: room_of(one.job), chunk_format.run_bytes))
+            writing = [threads.submit(writer.write, run) for run in runs]
+            left = dict(zip(writing, runs, strict=True))
+            try:
+                while left:
+                    # A write may wait for room that an engine makes only when all senders write.
+                    done = wait(left, _CHECK_S, FIRST_COMPLETED).done
+                    if not done:
+                        check()
+                    for one in done:
+                        one.result()
+                        on_written(sum(made.job.nbytes for made in left.pop(one)))
+            except BaseException:
+                for transport in transports.values():
+                    transport.interrupt()  # other threads may be waiting
+                raise
+            for one in writing:
+                found, kinds = one.result()
+                digests += found
+                fates += kinds
     for transport in dict.fromkeys(transports.values()):
         transport.finish()
     return SenderResult(digests, bytes(fates))
 
 
 class _Writer:
-    """Makes and delivers one run at a time in each thread. The first failure interrupts the other threads, which may be
-    waiting."""
+    """Makes and delivers one run at a time in each thread."""
 
     def __init__(
         self, transports: Mapping[int, Transport], longest: int, quantizer: Quantizer, chunk_format: ChunkFormat
@@ -190,41 +191,9 @@ class _Writer:
         self._transports, self._quantizer, self._format = transports, quantizer, chunk_format
         self._scratch_bytes = max(longest, 1)
         self._local = threading.local()
-        self._failing = threading.Lock()
-        self._failure: BaseException | None = None
-        self._is_stopped = False
-
-    def raise_failure(self) -> None:
-        """Raise the first failure, once."""
-        failure, self._failure = self._failure, None
-        try:
-            if failure is not None:
-                raise failure from failure.__cause__
-        finally:
-            del failure  # breaks the reference cycle with this frame, which would keep the writer's memory
-
-    def stop(self) -> None:
-        """Make writes that wait raise. What they raise is only a consequence."""
-        with self._failing:
-            self._is_stopped = True
-        self._interrupt()
-
-    def _interrupt(self) -> None:
-        for transport in self._transports.values():
-            transport.interrupt()
 
     def write(self, run: Sequence[_Making]) -> tuple[list[int], bytes]:
         """Make, check and deliver a run; return its digests and fates."""
-        try:
-            return self._write(run)
-        except BaseException as error:
-            with self._failing:
-                if not self._is_stopped:
-                    self._failure = self._failure or error
-            self._interrupt()
-            raise
-
-    def _write(self, run: Sequence[_Making]) -> tuple[list[int], bytes]:
         made = self._make(run)
         if self._format.finite:
             check_finite(
