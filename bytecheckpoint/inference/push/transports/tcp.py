@@ -1,9 +1,9 @@
 """Chunks over authenticated TCP connections: a sender's transport, and the server of a worker.
 
-A sender sends ``(chunk, length, digest)`` frames, each followed by ``length`` bytes. A length of 0 announces that the
-sender wrote the chunk into mapped memory (shared memory or CUDA IPC). ``END`` instead of a chunk number ends the
-stream. The server stores chunks in an arena or in a ring buffer. It sends ``(TAKEN, waves)`` when it frees room, and at
-the end ``(FINISHED, 0)``, or ``(FAILED, length)`` and a msgpack message.
+A sender sends ``(chunk, length, digest)`` frames, each followed by ``length`` bytes. ``(ANNOUNCED, count, 0)`` comes
+before ``count`` frames of length 0, of chunks that the sender wrote into mapped memory (shared memory or CUDA IPC).
+``END`` instead of a chunk number ends the stream. The server stores chunks in an arena or in a ring buffer. It sends
+``(TAKEN, waves)`` when it frees room, and at the end ``(FINISHED, 0)``, or ``(FAILED, length)`` and a msgpack message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import takewhile
 
 import msgpack
 import torch
@@ -33,11 +32,11 @@ FRAME = struct.Struct("!QQQ")
 STATUS = struct.Struct("!BQ")
 FINISHED, FAILED, TAKEN = range(3)
 END = (1 << 64) - 1
+ANNOUNCED = END - 1
 
 _MAX_TEXT_BYTES = 1 << 16
 _MAX_TEXT = 4000  # characters
 _DRAIN_BYTES = 1 << 16
-_MOST_FRAMES = 1 << 10
 _ANY_TIME = at_most(None)
 
 
@@ -98,13 +97,16 @@ class ChunkServer(Acceptor):
                 receive(connection, _DRAIN_BYTES, _ANY_TIME)
 
     def _receive_chunks(self, connection: socket.socket) -> bool:
-        """Receive a chunk, or all that the sender has already announced. Return False at the end of the stream."""
+        """Receive a chunk, or an announcement of several. Return False at the end of the stream."""
         # A sender is silent while the engine loads a layer; the loader's own deadline covers a stalled sender.
-        first = FRAME.unpack(receive(connection, FRAME.size, _ANY_TIME))
-        if first[0] == END:
+        frames = receive(connection, FRAME.size, _ANY_TIME)
+        kind, count, _ = FRAME.unpack(frames)
+        if kind == END:
             return False
+        if kind == ANNOUNCED:
+            frames = receive(connection, count * FRAME.size, _ANY_TIME)
         arrived = []
-        for chunk, length, digest in [first, *([] if first[1] else _take_announcements(connection))]:
+        for chunk, length, digest in FRAME.iter_unpack(frames):
             place = self._store.claim(chunk, length)
             if length:
                 landing = torch.empty(length, dtype=torch.uint8) if place.is_cuda else place
@@ -114,18 +116,6 @@ class ChunkServer(Acceptor):
             arrived.append(ArrivedChunk(chunk, place, digest))
         self._store.verify(arrived)
         return True
-
-
-def _take_announcements(connection: socket.socket) -> list[tuple[int, int, int]]:
-    """Receive the frames that are here already, up to one that bytes follow or that ends the stream."""
-    try:
-        here = connection.recv(_MOST_FRAMES * FRAME.size, socket.MSG_PEEK)
-    except BlockingIOError:
-        return []
-    frames = FRAME.iter_unpack(here[: len(here) // FRAME.size * FRAME.size])
-    found = list(takewhile(lambda frame: frame[0] != END and not frame[1], frames))
-    receive(connection, len(found) * FRAME.size, _ANY_TIME)
-    return found
 
 
 def _as_failure(error: Exception) -> BytecheckpointError:
@@ -208,7 +198,7 @@ class TcpTransport(Transport):
         if frames:
             assert self._memory is not None
             synchronize([self._memory, *(chunk.data for chunk in chunks)])
-            self._send([b"".join(frames)])
+            self._send([FRAME.pack(ANNOUNCED, len(frames), 0) + b"".join(frames)])
             frames.clear()
 
     def has_room(self, places: Sequence[ChunkTarget]) -> bool:
