@@ -109,7 +109,7 @@ def _begin(give: _Transfer, sender: Sender) -> None:
     sender.jobs = JOBS
     known = [(None, None)] * len(JOBS)
     assignment = PushAssignment([None], [], [], [], on_device=False, is_group=False, known=known)
-    give.begin(sender, assignment, joining=frozenset(), lease_s=60.0)
+    give.begin(sender, assignment, frozenset())
 
 
 def _wait_for(give: _Transfer) -> None:

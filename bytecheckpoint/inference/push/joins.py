@@ -26,7 +26,6 @@ from .protocol import Push
 from .report import PushReport
 from .stream_apply import StreamApply
 
-_LEASE_S = 60.0  # a holder ends a transfer without status requests; an engine's own work may delay its answers
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 1.0  # short transfers end soon, long ones need few requests
 _CLEANUP_S = 5.0
 
@@ -165,7 +164,6 @@ class Join(Push):
             "tcp_only": self.sender.tcp_only,
             "deadline_s": self._hold_s,
             "finite": coordinator.finite,
-            "lease_s": min(_LEASE_S, self._hold_s),
         }
         ask(self.holder, "send", message, budget.left)
 

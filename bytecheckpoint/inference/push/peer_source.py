@@ -1,17 +1,17 @@
 """A worker that sends its served version to workers of engines that join.
 
 The coordinator of the join sends four requests: ``hold`` describes the served version and keeps its bytes, ``send``
-begins to send, ``send_status`` returns the outcome and renews a lease, and ``release`` ends the transfer. A transfer
-whose lease or deadline has expired ends on its own. Each transfer has one thread, so the worker keeps serving.
+begins to send, ``send_status`` returns the outcome, and ``release`` ends the transfer. A transfer whose deadline has
+expired ends on its own. Each transfer has one thread, so the worker keeps serving.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import xxhash
 
 from ...engine.tensor_bytes import byte_view, copy_elements
 from ...errors import CorruptionError, DeadlineError, EngineError, PlanError, StateError
+from ...runtime.threads import run_daemon
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
@@ -147,7 +148,7 @@ class PeerSource:
         for other in self._transfers.values():
             if other is not transfer and other.joining & joining:
                 other.end("another join of the same engine began")
-        transfer.begin(sender, assignment, joining=joining, lease_s=message["lease_s"])
+        transfer.begin(sender, assignment, joining)
         return {}
 
     def send_status(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +180,7 @@ class PeerSource:
 
     def _end_expired(self) -> None:
         for transaction in [transaction for transaction, one in self._transfers.items() if one.has_expired]:
-            self._transfers.pop(transaction).end("its coordinator sent no further request")
+            self._transfers.pop(transaction).end("it took too long")
 
 
 class _Transfer:
@@ -190,68 +191,62 @@ class _Transfer:
         self.joining: frozenset[str] = frozenset()
         self.written = 0
         self._source: ArenaSource | None = source
-        self._deadline = self._expires = time.monotonic() + hold_s
-        self._lease_s = hold_s
+        self._deadline = time.monotonic() + hold_s
         self._end_reason = ""
         self._transports: dict[int, Transport] = {}
-        self._thread: threading.Thread | None = None
-        self._outcome: bytes | None = None
-        self._error: BaseException | None = None
+        self._sending: Future[bytes] | None = None
 
     @property
     def has_expired(self) -> bool:
-        return time.monotonic() > self._expires
+        return time.monotonic() > self._deadline
 
-    def begin(self, sender: Sender, assignment: PushAssignment, *, joining: frozenset[str], lease_s: float) -> None:
+    def begin(self, sender: Sender, assignment: PushAssignment, joining: frozenset[str]) -> None:
         """Send in a thread."""
-        self.joining, self._lease_s = joining, lease_s
+        self.joining = joining
         self._transports = sender.shared_memory(assignment)
         self._deadline = time.monotonic() + sender.deadline_s
-        self._renew()
-        # A daemon thread: the interpreter must be able to end while a joining worker is stopped.
-        self._thread = threading.Thread(target=self._run, args=(sender, assignment), name="bcp-push-send", daemon=True)
-        self._thread.start()
+        self._sending = run_daemon(lambda: self._run(sender, assignment), "bcp-push-send")
 
     def outcome(self) -> bytes | None:
-        self._renew()
-        if self._error is not None:
-            raise without_traceback(self._error)  # a copy: raising the original would add frames to it each time
-        return self._outcome
+        if self._sending is None or not self._sending.done():
+            return None
+        error = self._sending.exception()
+        if error is not None:
+            raise without_traceback(error)  # a copy: raising the original would add frames to it each time
+        return self._sending.result()
 
     def end(self, reason: str) -> None:
         """Make the thread end soon, if it still runs."""
         self._end_reason = self._end_reason or reason
-        if self._thread is None:
+        if self._sending is None:
             self._release()
         for transport in list(self._transports.values()):
             transport.interrupt()
 
     def join(self) -> None:
-        if self._thread is not None:
-            self._thread.join(_JOIN_S)
-
-    def _renew(self) -> None:
-        self._expires = min(self._deadline, time.monotonic() + self._lease_s)
+        wait([self._sending] if self._sending else [], _JOIN_S)
 
     def _check(self) -> None:
         if self._end_reason:
             raise self._ended()
         if self.has_expired:
-            raise DeadlineError("sending to another engine took too long, or its coordinator sent no further request")
+            raise DeadlineError("sending to another engine took too long")
 
     def _ended(self) -> EngineError:
         return EngineError(f"sending to another engine was ended: {self._end_reason}")
 
-    def _run(self, sender: Sender, assignment: PushAssignment) -> None:
+    def _run(self, sender: Sender, assignment: PushAssignment) -> bytes:
         try:
-            self._outcome = self._write(sender, assignment)
+            return self._write(sender, assignment)
         except BaseException as error:  # noqa: BLE001 - the coordinator raises it
             # Interrupted transports raise other errors. A stream breaks when another sender has failed, whose
             # error is the cause.
-            cause = SenderLost(str(error)) if isinstance(error, TransportBroken) else without_traceback(error)
-            self._error = self._ended() if self._end_reason else cause
+            cause = self._ended() if self._end_reason else without_traceback(error)
+            if isinstance(cause, TransportBroken):
+                cause = SenderLost(str(error))
             _break_cycles(error)
-            _log.warning("push: sending to another engine ended: %s", self._error)
+            _log.warning("push: sending to another engine ended: %s", cause)
+            raise cause from None
         finally:
             self._release()
             sender.close()
