@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import BytecheckpointError, EngineError
 from ...telemetry.trace import notify
-from .engines.base import Budget, Engine, ask, ask_all, failure_of
+from .engines.base import Budget, Engine, ask, ask_all, failures_of
 from .leases import HeldLease, Inconsistent, check_consistent, check_own, push_command, resolve, resume_command
 from .messages import first_cause
 
@@ -69,8 +69,7 @@ class EngineCommit:
                 f"its workers answer again, it resumes, or {resume_command(engine)}",
                 type(error),
             )
-        failures = [failure_of(engine, number, answer) for number, answer in enumerate(answers)]
-        errors = [error for error in failures if error is not None]
+        errors = failures_of(engine, answers)
         if not errors:
             self._applied_by = answers[0]["applied_by"]
             notify("push.apply.loaded", "point")

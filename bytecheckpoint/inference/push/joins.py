@@ -19,7 +19,7 @@ from ...errors import BytecheckpointError, DeadlineError, MismatchError, StateEr
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from .coordinator import PushCoordinator
-from .engines.base import Budget, Engine, ask, ask_all, failure_of
+from .engines.base import Budget, Engine, ask, ask_all, failures_of
 from .messages import SenderLost, check_faults, first_cause
 from .peer_source import HeldType, held_type
 from .protocol import Push
@@ -172,8 +172,7 @@ class Join(Push):
         while True:
             self.op.check()
             answers = ask_all(self.holder, "send_status", {"transaction": self._transaction}, budget.left)
-            found = [failure_of(self.holder, number, answer) for number, answer in enumerate(answers)]
-            errors = [error for error in found if error is not None]
+            errors = failures_of(self.holder, answers)
             if errors:
                 # Where only consequences are known, ask again: the cause may be newer than its worker's answer.
                 if is_second_look or not all(isinstance(error, SenderLost) for error in errors):

@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ....errors import BytecheckpointError, EngineError, FormatError, StateError
@@ -100,19 +100,20 @@ def ask_all(engine: Engine, kind: str, message: Mapping[str, Any], timeout_s: fl
 def ask(engine: Engine, kind: str, message: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
     """Return every worker's answer. Raises the first worker's failure, which names the worker."""
     answers = ask_all(engine, kind, message, timeout_s)
-    for number, answer in enumerate(answers):
-        error = failure_of(engine, number, answer)
-        if error is not None:
-            raise error
+    for error in failures_of(engine, answers):
+        raise error
     return answers
 
 
-def failure_of(engine: Engine, number: int, answer: Mapping[str, Any]) -> BytecheckpointError | None:
-    """Return the failure in a worker's answer."""
-    if "failure" not in answer:
-        return None
-    where = f"worker {number} of {engine.name} (process {answer['pid']} on {answer['host']})"
-    return FailureResponse(**answer["failure"]).error(where)
+def failures_of(engine: Engine, answers: Sequence[Mapping[str, Any]]) -> list[BytecheckpointError]:
+    """Return the failures in the answers of an engine's workers."""
+    return [
+        FailureResponse(**answer["failure"]).error(
+            f"worker {number} of {engine.name} (process {answer['pid']} on {answer['host']})"
+        )
+        for number, answer in enumerate(answers)
+        if "failure" in answer
+    ]
 
 
 def check_awake(engine: Engine, answers: Iterable[Mapping[str, Any]]) -> None:
