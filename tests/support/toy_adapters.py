@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from bytecheckpoint.inference.push.adapters import LoraAdapter, LoraFactor, LoraLayer, factor_of
+from bytecheckpoint.inference.push.adapters import LoraAdapter, LoraFactor, LoraLayer
 
 MAX_RANK = 8
+_NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))"
+)
 
 
 class ToyAdapters:
@@ -32,7 +36,10 @@ class ToyAdapters:
         return self._layers
 
     def factor_of(self, name: str) -> LoraFactor | None:
-        return factor_of(name)
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise ValueError(f"{name} is not a tensor of a LoRA adapter")
+        return LoraFactor(found["module"], (found["linear"] or found["embedding"]) == "A")
 
     def is_elsewhere(self, module: str) -> bool:
         return False

@@ -21,9 +21,6 @@ from .engine_model import EngineModel
 from .messages import check_faults
 from .receiver import Receiver
 
-_NAME = re.compile(
-    r"(?:base_model\.model\.)?(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))"
-)
 # With one of these options, the names of modules do not determine which ones have an adapter.
 _NARROWING = ("layers_to_transform", "layers_pattern", "exclude_modules", "layer_replication", "target_parameters")
 
@@ -77,14 +74,6 @@ class AdapterHost(Protocol):
     def put(self, name: str, adapter: LoraAdapter | None) -> None:
         """Serve the adapter under this name; None restores what the engine itself has. May be called again after an
         exception."""
-
-
-def factor_of(name: str) -> LoraFactor:
-    """Parse PEFT's name of a tensor. Raises ``ValueError`` if it does not belong to a LoRA adapter."""
-    found = _NAME.fullmatch(name)
-    if found is None:
-        raise ValueError(f"{name} is not a tensor of a LoRA adapter")
-    return LoraFactor(found["module"], (found["linear"] or found["embedding"]) == "A")
 
 
 class AdapterModel(EngineModel):
