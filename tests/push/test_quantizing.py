@@ -132,11 +132,11 @@ def test_any_sharding_gives_the_same_bits_as_one_process(
         for box in of_sender:
             held.setdefault(box, []).append(number)
     holdings = {"w": [Holding(box, tuple(numbers)) for box, numbers in held.items()]}
-    exchange = plan_exchange(holdings, senders[0].table, by_name, len(senders))
     grid = grid_of(shape, blocks)
     scales = TensorBox(scale_name("w"), grid, Box.whole(grid), SCALE)
     parts = [[*(TensorBox("w", shape, box, QUANTIZED) for box in of_worker), scales] for of_worker in requested]
     owned = holdings_of_blocks(holdings, by_name, len(senders))
+    exchange = plan_exchange(owned, senders[0].table, by_name, len(senders))
     plan = plan_push(parts, owned, len(senders), chunk_bytes=chunk_bytes, blocks=by_name)
 
     quantizers = [Quantizer(s, pack_task(by_name, exchange, number)) for number, s in enumerate(senders)]
@@ -157,20 +157,23 @@ def test_any_sharding_gives_the_same_bits_as_one_process(
     assert torch.equal(made[0], quantized.view(torch.uint8))
     assert torch.equal(made[1], expected)
     if all(of_sender == [Box.whole(shape)] for of_sender in boxes):
-        assert not any(exchange.receives)
+        assert not exchange.grids
 
 
-def test_only_split_blocks_are_exchanged() -> None:
-    """384 rows on two senders, split at row 200: one row of blocks is split, and no other."""
+def test_only_tensors_with_split_blocks_are_exchanged() -> None:
+    """384 rows on two senders, split at row 200, which is inside of a block; and 256 rows, split between blocks."""
     table = Table((("w", BasicMeta(DTYPES["bfloat16"], (384, 512))), ("v", BasicMeta(DTYPES["bfloat16"], (256, 512)))))
     held = {
         "w": [Holding(Box((0, 0), (200, 512)), (0,)), Holding(Box((200, 0), (184, 512)), (1,))],
         "v": [Holding(Box((0, 0), (128, 512)), (0,)), Holding(Box((128, 0), (128, 512)), (1,))],
     }
     exchange = plan_exchange(held, table, {"w": (128, 128), "v": (128, 128)}, 2)
-    assert exchange.receives == [[("w", Box((1, 0), (1, 4)))]] * 2
-    assert [[partial.grid for partial in of_sender] for of_sender in exchange.sends] == [[Box((1, 0), (1, 4))]] * 2
-    assert not plan_exchange(held, table, {"v": (128, 128)}, 2).needed
+    assert exchange.grids == {"w": (3, 4)}
+    assert [[(name, grid) for name, grid, _ in of_sender] for of_sender in exchange.boxes] == [
+        [("w", Box((0, 0), (2, 4)))],
+        [("w", Box((1, 0), (2, 4)))],
+    ]
+    assert not plan_exchange(held, table, {"v": (128, 128)}, 2).grids
 
 
 def test_each_maximum_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,4 +254,4 @@ def test_a_task_without_quantized_tensors_is_empty() -> None:
     one = Quantizer(sender, b"")
     assert not one.exchanges
     assert one.partial_maxima() == b""
-    assert msgpack.unpackb(pack_task({}, plan_exchange({}, sender.table, {}, 1), 0)) == [{}, False, [], []]
+    assert msgpack.unpackb(pack_task({}, plan_exchange({}, sender.table, {}, 1), 0)) == [{}, False, []]

@@ -46,25 +46,6 @@ def blocks_of(box: Box, blocks: Blocks) -> Box:
     return _box(offsets, stops)
 
 
-def whole_blocks(box: Box, shape: Sequence[int], blocks: Blocks) -> Box | None:
-    """Return the grid box of the blocks that ``box`` contains completely; None if there are none."""
-    offsets, stops = list(box.offsets), list(box.stops)
-    for d, size in zip((-2, -1), blocks, strict=True):
-        offsets[d] = -(-offsets[d] // size)
-        stops[d] = -(-stops[d] // size) if stops[d] == shape[d] else stops[d] // size
-        if stops[d] <= offsets[d]:
-            return None
-    return _box(offsets, stops)
-
-
-def partial_blocks(box: Box, shape: Sequence[int], blocks: Blocks) -> list[Box]:
-    """Return the grid boxes of the blocks that ``box`` contains in part."""
-    touched, whole = blocks_of(box, blocks), whole_blocks(box, shape, blocks)
-    if not box.numel:
-        return []
-    return [touched] if whole is None else without(touched, whole)
-
-
 def elements_of(grid: Box, shape: Sequence[int], blocks: Blocks) -> Box:
     """Return the box of all elements of the blocks at ``grid``."""
     offsets, stops = list(grid.offsets), list(grid.stops)

@@ -93,8 +93,8 @@ class PushCoordinator:
         if self._bound_to != key:
             parts = [of_worker for request in requests for of_worker in request.parts]
             blocks = blocks_by_name(requests)
-            exchange = plan_exchange(self._held, self.table, blocks, senders)
             held = holdings_of_blocks(self._held, blocks, senders)
+            exchange = plan_exchange(held, self.table, blocks, senders)
             plan = plan_push(parts, held, senders, chunk_bytes=self._chunk_bytes, blocks=blocks)
             tables = [request.table.digest for request in requests]
             self.bound, self._bound_to = BoundPlan(plan, workers, tables, blocks, exchange), key

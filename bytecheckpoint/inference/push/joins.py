@@ -87,7 +87,7 @@ class Join(Push):
         exactly, and for tensors to quantize in blocks that no worker holds completely."""
         coordinator.plan(len(self._workers))
         exchange = coordinator.bound.exchange
-        if exchange.needed:
+        if exchange.grids:
             names = ", ".join(sorted(exchange.grids)[:5])
             raise MismatchError(
                 f"engines request quantized tensors whose blocks are split between workers of {self.holder.name}: "

@@ -1,8 +1,7 @@
-"""Quantize on senders: find the maximum of each block once per push, and exchange those of blocks that are split.
+"""Quantize on senders: find the maximum of each block once per push, and exchange those of tensors with split blocks.
 
-A sender that holds all elements of a block needs no other sender. For a block that is split between senders, each of
-them finds the maximum of its part, and the coordinator sends the largest of these to all that write a part of the
-block.
+A sender that holds all elements of a block needs no other sender. If any block of a tensor is split between senders,
+each of them first finds the maxima of all blocks that it has elements of, and the coordinator returns the largest.
 """
 
 from __future__ import annotations
@@ -14,10 +13,12 @@ from typing import NamedTuple
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...engine.tensor_bytes import as_bytes, copy_elements
-from ...tensors.geometry import Box, find_overlap
+from ...runtime.threads import Threads
+from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
 from ..layouts.hub_names import scale_name
@@ -29,14 +30,14 @@ from .block_quantization import (
     elements_of,
     grid_of,
     maxima_of,
-    partial_blocks,
     quantize,
     scales_of,
-    whole_blocks,
 )
 from .layout import Holding, Write
 from .messages import Table
 from .sources import PushSource
+from .transports.base import THREADS
+from .transports.cuda_ipc import synchronize
 
 
 class _Fetch(NamedTuple):
@@ -48,42 +49,36 @@ class _Fetch(NamedTuple):
     grid: Box | None
 
 
-class PartialMaxima(NamedTuple):
-    """The maxima that a sender finds in ``box`` for the blocks at ``grid``."""
-
-    name: str
-    box: Box
-    grid: Box
-
-
 @dataclass(frozen=True)
 class MaximaExchange:
-    """The exchange of maxima: what each sender sends, the blocks that it receives, and the grids of the tensors."""
+    """The exchange of maxima: the tensors with split blocks, and for each sender the grid and box that it has of them.
 
-    sends: list[list[PartialMaxima]]
-    receives: list[list[tuple[str, Box]]]
+    ``grids`` has the shapes of the tensors of scales.
+    """
+
     grids: dict[str, tuple[int, ...]]
-
-    @property
-    def needed(self) -> bool:
-        return any(self.receives)
+    boxes: list[list[tuple[str, Box, Box]]]
 
     def merge(self, gathered: Sequence[bytes]) -> list[bytes]:
-        """Return what each sender receives: float32 maxima, one grid after another."""
+        """Return what each sender receives: the float32 maxima of its blocks, one grid after another."""
         found = {name: np.zeros(shape, np.float32) for name, shape in self.grids.items()}
-        for sends, values in zip(self.sends, gathered, strict=True):
-            left = np.frombuffer(values, np.float32)
-            for partial in sends:
-                part = left[: partial.grid.numel].reshape(partial.grid.lengths)
-                left = left[partial.grid.numel :]
-                place = found[partial.name][partial.grid.slices()]
+        for boxes, values in zip(self.boxes, gathered, strict=True):
+            for (name, grid, _), part in zip(boxes, _unpack_maxima(values, boxes), strict=True):
+                place = found[name][grid.slices()]
                 np.maximum(place, part, out=place)  # keeps NaN
-        return [b"".join(found[name][grid.slices()].tobytes() for name, grid in one) for one in self.receives]
+        return [b"".join(found[name][grid.slices()].tobytes() for name, grid, _ in one) for one in self.boxes]
+
+
+def _unpack_maxima(values: bytes, boxes: Sequence[tuple[str, Box, Box]]) -> Iterator[npt.NDArray[np.float32]]:
+    left = np.frombuffer(values, np.float32)
+    for _, grid, _ in boxes:
+        yield left[: grid.numel].reshape(grid.lengths)
+        left = left[grid.numel :]
 
 
 def pack_task(blocks: dict[str, Blocks], exchange: MaximaExchange, sender: int) -> bytes:
     """Pack what a sender's ``Quantizer`` must know."""
-    packed: bytes = msgpack.packb([blocks, exchange.needed, exchange.sends[sender], exchange.receives[sender]])
+    packed: bytes = msgpack.packb([blocks, bool(exchange.grids), exchange.boxes[sender]])
     return packed
 
 
@@ -91,38 +86,34 @@ class Quantizer:
     """Makes the elements of writes, for one push. Tensors that are not quantized pass through."""
 
     def __init__(self, source: PushSource, task: bytes) -> None:
-        found = msgpack.unpackb(task, use_list=False) if task else ({}, False, (), ())
-        blocks, self.exchanges, sends, receives = found
-        self._source, self._blocks = source, blocks
-        self._sends = [PartialMaxima(name, Box(*box), Box(*grid)) for name, box, grid in sends]
-        self._receives = [(name, Box(*grid)) for name, grid in receives]
-        self._scaled = {scale_name(name): name for name in blocks}
-        self._shapes = {name: meta.shape for name, meta in source.table.rows if name in blocks}
+        found = msgpack.unpackb(task, use_list=False) if task else ({}, False, ())
+        self._source, (self._blocks, self.exchanges, boxes) = source, found
+        self._exchanged = [(name, Box(*grid), Box(*box)) for name, grid, box in boxes]
+        self._scaled = {scale_name(name): name for name in self._blocks}
+        self._shapes = {name: meta.shape for name, meta in source.table.rows if name in self._blocks}
         self._held: dict[str, list[Box]] = {}
         for name, box in source.held:
-            if name in blocks:
+            if name in self._blocks:
                 self._held.setdefault(name, []).append(box)
         self._tensors: dict[str, _Tensor] = {}
         self._scratch = Scratch()
 
     def partial_maxima(self) -> bytes:
-        """Return this sender's maxima of split blocks, packed for ``MaximaExchange.merge``."""
-        found = []
-        for partial in self._sends:
-            blocks = self._blocks[partial.name]
-            box = elements_of(partial.grid, self._shapes[partial.name], blocks).intersect(partial.box)
-            assert box is not None
-            (elements,) = self._source.fetch([(partial.name, box)])
-            found.append(maxima_of(elements, box, blocks, self._scratch).numpy().tobytes())
-        return b"".join(found)
+        """Return the maxima of this sender's boxes of tensors with split blocks, for ``MaximaExchange.merge``."""
+        fetched = self._source.fetch([(name, box) for name, _, box in self._exchanged])
+        synchronize(fetched)  # the threads use other streams than this one may
+
+        def find(exchanged: tuple[str, Box, Box], elements: torch.Tensor) -> bytes:
+            name, _, box = exchanged
+            return maxima_of(elements, box, self._blocks[name], self._scratch).numpy().tobytes()
+
+        with Threads(THREADS, thread_name_prefix="bcp-push-maxima") as threads:
+            return b"".join(threads.map(find, self._exchanged, fetched))
 
     def set_maxima(self, merged: bytes) -> None:
-        """Set the maxima of split blocks."""
-        left = np.frombuffer(merged, np.float32)
-        for name, grid in self._receives:
-            values = torch.from_numpy(left[: grid.numel].reshape(grid.lengths).copy())
-            left = left[grid.numel :]
-            self._tensor(name).set_maxima(grid, values)
+        """Set the maxima of these blocks in all senders."""
+        for (name, grid, _), maxima in zip(self._exchanged, _unpack_maxima(merged, self._exchanged), strict=True):
+            self._tensor(name).set_maxima(grid, torch.from_numpy(maxima.copy()))
 
     def fetches(self, writes: Sequence[Write]) -> list[_Fetch]:
         """Return what must be fetched for ``writes``, which must be made next."""
@@ -207,8 +198,7 @@ class _Tensor:
         """Return the boxes to fetch for the scales at ``grid``; nothing for blocks that were quantized before."""
         found = []
         for box in self.held:
-            whole = whole_blocks(box, self.shape, self.blocks)
-            common = None if whole is None else whole.intersect(grid)
+            common = blocks_of(box, self.blocks).intersect(grid)
             claimed = None if common is None else self._claim(common)
             if claimed is not None:
                 found.append((elements_of(claimed, self.shape, self.blocks), claimed))
@@ -260,36 +250,18 @@ def holdings_of_blocks(
 def plan_exchange(
     held: Mapping[str, Sequence[Holding]], table: Table, blocks: Mapping[str, Blocks], senders: int
 ) -> MaximaExchange:
-    """Plan the exchange of maxima. ``held`` and ``table`` describe the tensors before they are quantized."""
-    exchange = MaximaExchange([[] for _ in range(senders)], [[] for _ in range(senders)], {})
-    shapes = {name: meta.shape for name, meta in table.rows if name in blocks}
-    for name, shape in shapes.items():
-        size = blocks[name]
-        split = {holding: partial_blocks(holding.box, shape, size) for holding in held.get(name, ())}
-        if not any(split.values()):
-            continue
-        exchange.grids[name] = grid_of(shape, size)
-        for holding, grids in _partial(split, size):
-            exchange.sends[holding.senders[0]] += [PartialMaxima(name, holding.box, grid) for grid in grids]
-        received = dict.fromkeys(
-            (sender, grid) for one, grids in split.items() for sender in one.senders for grid in grids
-        )
-        for sender, grid in received:
-            exchange.receives[sender].append((name, grid))
+    """Plan the exchange of maxima. ``held`` is a result of ``holdings_of_blocks``, and ``table`` describes the tensors
+    before they are quantized."""
+    exchange = MaximaExchange({}, [[] for _ in range(senders)])
+    for name, meta in table.rows:
+        if name in blocks:
+            size = blocks[name]
+            owned = [(blocks_of(box, size), box, owners[0]) for box, owners in held.get(name, ()) if box.numel]
+            if any(elements_of(grid, meta.shape, size) != box for grid, box, _ in owned):
+                exchange.grids[name] = grid_of(meta.shape, size)
+                for grid, box, owner in owned:
+                    exchange.boxes[owner].append((name, grid, box))
     return exchange
-
-
-def _partial(split: Mapping[Holding, list[Box]], blocks: Blocks) -> Iterator[tuple[Holding, list[Box]]]:
-    """Yield for each holding where it has elements of a block that some holding has only in part."""
-    boxes = [holding.box for holding in split]
-    if find_overlap(np.array([b.offsets for b in boxes]), np.array([b.lengths for b in boxes])) is None:
-        yield from split.items()
-        return
-    everywhere = dict.fromkeys(grid for grids in split.values() for grid in grids)
-    for holding in split:
-        if holding.box.numel:
-            touched = blocks_of(holding.box, blocks)
-            yield holding, [common for grid in everywhere if (common := touched.intersect(grid)) is not None]
 
 
 def torch_dtype_of(write: Write) -> torch.dtype:
