@@ -44,7 +44,7 @@ class EngineCommit:
     def load(self, request: str, budget: Budget) -> BytecheckpointError | None:
         """Pause the engine and load the version by ``request``. Returns what went wrong, if anything; then ``undo``
         has no more to do."""
-        engine, version = self.engine, self.message["version"]
+        engine = self.engine
         try:
             lease_s = budget.left + _LEASE_SLACK_S
             self._lease = HeldLease(engine, self.message["transaction"], self.holder, lease_s, budget.left)
@@ -55,67 +55,37 @@ class EngineCommit:
             engine.pause(budget.left)
         except BytecheckpointError as error:
             if not self.was_inconsistent:
-                self._resume_after(error, None, changed=False)
+                self._explain(error, self._resume(None, _CLEANUP_S, changed=False))
             return error
         self._is_paused = True
         notify("push.apply.paused", "point")
         try:
             answers = ask_all(engine, request, self.message, budget.left)
-            if self.is_abandoned():
-                return self._abandoned(f"{engine.name} answered after the push had given up; it is left paused")
         except BytecheckpointError as error:
-            return self._abandoned(
-                f"{error}\n  it is unknown whether {engine.name} serves version {version!r} now; it is left paused. If "
-                f"its workers answer again, it resumes, or {resume_command(engine)}",
-                type(error),
-            )
+            return self._unknown(error)
+        if self.is_abandoned():
+            self.abandon()
+            return EngineError(f"{engine.name} answered after the push had given up; it is left paused")
         errors = failures_of(engine, answers)
-        if not errors:
-            self._applied_by = answers[0]["applied_by"]
-            notify("push.apply.loaded", "point")
-            return None
-        first = first_cause(errors)
-        try:
-            before, _ = self._revert(budget)
-        except Inconsistent as error:
-            self._end_lease()
-            first.args = (f"{first}\n  and {error}\n  {engine.name} is left paused; {push_command(engine)}",)
-        except BytecheckpointError as error:
-            first.args = (f"{first}\n  and {self._unknown(error)}",)
-        else:
-            self._resume_after(first, before, changed=True)
-        return first
+        if errors:
+            first = first_cause(errors)
+            self._explain(first, self._return(budget))
+            return first
+        self._applied_by = answers[0]["applied_by"]
+        notify("push.apply.loaded", "point")
+        return None
 
     def finish(self, budget: Budget) -> BytecheckpointError | None:
         """Resume the engine with the loaded version. Returns what went wrong, if anything."""
-        engine, version = self.engine, self.message["version"]
-        try:
-            self._resume(version, Budget(max(budget.left, _CLEANUP_S)), changed=True)
-        except BytecheckpointError as error:
-            return self._abandoned(
-                f"{engine.name} has version {version!r}, but does not resume: {error}; {resume_command(engine)}"
-            )
-        notify("push.apply.resumed", "point")
-        self._end_lease()
-        return None
+        version = self.message["version"]
+        fault = self._resume(version, max(budget.left, _CLEANUP_S), changed=True)
+        return EngineError(f"version {version!r} is loaded, but {fault}") if fault else None
 
     def undo(self, budget: Budget) -> BytecheckpointError | None:
         """Revert the engine, because another one could not load the version, and resume it. Returns what went wrong,
         if anything. An engine that cannot revert is left paused: engines switch together, or not at all."""
-        if not self.is_loaded:
-            return None
-        engine = self.engine
-        try:
-            serves, is_reverted = self._revert(budget)
-            if is_reverted:
-                self._resume(serves, Budget(max(budget.left, _CLEANUP_S)), changed=True)
-        except Inconsistent as error:
-            self._end_lease()
-            return EngineError(f"{error}\n  {engine.name} is left paused; {push_command(engine)}")
-        except BytecheckpointError as error:
-            return self._unknown(error)
-        self._end_lease()
-        return None if is_reverted else EngineError(self._cannot_revert())
+        fault = self._return(budget) if self.is_loaded else ""
+        return EngineError(fault) if fault else None
 
     def interrupt(self, budget: Budget, *, is_complete: bool, is_alone: bool) -> None:
         """Make the engine serve one complete version after this process was interrupted: the new one if all engines
@@ -142,16 +112,12 @@ class EngineCommit:
             self._lease.lose()
             self._lease = None
 
-    def _abandoned(self, text: str, kind: type[BytecheckpointError] = EngineError) -> BytecheckpointError:
-        self.abandon()
-        return kind(text)
-
     def _unknown(self, error: BytecheckpointError) -> BytecheckpointError:
-        """Leave the engine paused, because it may not have returned to the version before."""
-        return self._abandoned(
+        """Leave the engine paused, because it may serve either version."""
+        self.abandon()
+        return type(error)(
             f"{error}\n  it is unknown what {self.engine.name} serves now; it is left paused. If its workers answer "
-            f"again, it resumes, or {resume_command(self.engine)}",
-            type(error),
+            f"again, it resumes, or {resume_command(self.engine)}"
         )
 
     def _cannot_revert(self) -> str:
@@ -168,22 +134,39 @@ class EngineCommit:
         loaded_by = self.message["transaction"] if self._applied_by is None else self._applied_by
         return serves, answers[0]["applied_by"] != loaded_by
 
-    def _resume(self, version: int | str | None, budget: Budget, *, changed: bool) -> None:
-        """Resume the engine, unless another push has begun while this process was stopped: that one has paused it."""
-        answers = ask(self.engine, "status", {}, budget.left)
-        check_own(self.engine, answers, self.message["transaction"])
-        self.engine.resume(version, budget.left, changed=changed)
-
-    def _resume_after(self, error: BytecheckpointError, version: int | str | None, *, changed: bool) -> None:
-        """Resume the engine after an error. Adds to the error that it does not resume."""
+    def _return(self, budget: Budget) -> str:
+        """Make the engine serve the version before, and resume it. Returns what went wrong; empty if nothing did."""
         try:
-            self._resume(version, Budget(_CLEANUP_S), changed=changed)
-        except BytecheckpointError as raised:
-            command = resume_command(self.engine)
-            error.args = (f"{error}\n  and {self.engine.name} does not resume: {raised}; {command}",)
-            self.abandon()
-        else:
+            serves, is_reverted = self._revert(budget)
+        except Inconsistent as error:
             self._end_lease()
+            return f"{error}\n  {self.engine.name} is left paused; {push_command(self.engine)}"
+        except BytecheckpointError as error:
+            return str(self._unknown(error))
+        if is_reverted:
+            return self._resume(serves, max(budget.left, _CLEANUP_S), changed=True)
+        self._end_lease()
+        return self._cannot_revert()
+
+    def _resume(self, version: int | str | None, wait_s: float, *, changed: bool) -> str:
+        """Resume the engine, unless another push has begun while this process was stopped: that one has paused it.
+        Returns why it does not resume; empty if it does."""
+        engine, budget = self.engine, Budget(wait_s)
+        try:
+            check_own(engine, ask(engine, "status", {}, budget.left), self.message["transaction"])
+            engine.resume(version, budget.left, changed=changed)
+        except BytecheckpointError as error:
+            self.abandon()
+            return f"{engine.name} does not resume: {error}; {resume_command(engine)}"
+        notify("push.apply.resumed", "point")
+        self._end_lease()
+        return ""
+
+    @staticmethod
+    def _explain(error: BytecheckpointError, fault: str) -> None:
+        """Add to an error what went wrong after it, if anything."""
+        if fault:
+            error.args = (f"{error}\n  and {fault}",)
 
     def _end_lease(self) -> None:
         if self._lease is not None:
