@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from ..load.shared_reads.negotiation import ShareReads
 from ..load.shared_reads.run import read_together
 from ..tensors.geometry import Box
 from ..tensors.shards import torch_dtype
-from .layouts.parts import StridedView, box_of, runs_of
+from .layouts.parts import StridedView, box_to_read, runs_of
 from .layouts.recording import Copy, Recorder
 
 _SCRATCH_BYTES = 256 << 20  # in use at a time for reads that cannot go directly to a parameter
@@ -118,9 +117,9 @@ class StoredWeights:
     def _direct_read(self, copy: Copy) -> _Part | None:
         """The read, with a cast, that replaces ``copy``; None if the elements are in a different order."""
         row, shape, _ = self._stored(copy.name)
-        found = box_of(shape, copy.view)
-        target = None if found is None else found.undo(copy.target)
-        return None if found is None or target is None else (row, found.box, target)
+        found = box_to_read(shape, copy.view)
+        target = found.undo(copy.target)
+        return None if target is None else (row, found.box, target)
 
     def _copy_now(self, copy: Copy) -> None:
         if not copy.target.is_meta:  # else the engine only counts elements
@@ -146,16 +145,13 @@ class StoredWeights:
     def _scratch_read(self, name: str, view: StridedView) -> tuple[_Part, torch.Tensor]:
         """A read into newly allocated memory, and the requested view of that memory."""
         row, shape, dtype = self._stored(name)
-        found = box_of(shape, view)
-        if found is None:
-            whole = torch.empty(shape, dtype=dtype)
-            return (row, Box.whole(shape), whole), whole.as_strided(view.shape, view.strides, view.offset)
+        found = box_to_read(shape, view)
         part = torch.empty(found.box.lengths, dtype=dtype)
         return (row, found.box, part), found.apply(part, view)
 
     def _scratch_bytes(self, copy: Copy) -> int:
         _, shape, dtype = self._stored(copy.name)
-        return (math.prod(shape) if box_of(shape, copy.view) is None else copy.view.numel) * dtype.itemsize
+        return box_to_read(shape, copy.view).box.numel * dtype.itemsize
 
     def _stored(self, name: str) -> tuple[int, tuple[int, ...], torch.dtype]:
         """The manifest row, shape and dtype of a stored tensor."""

@@ -1,8 +1,8 @@
 """Parts of stored tensors that one rank of an inference engine requests, and the views by which its loader copies them.
 
 A weight loader slices, transposes and reshapes a stored tensor before it copies a part of it. If the result has exactly
-the elements of one box, only that box has to be read. ``box_of`` finds the box and the order of the view's dimensions
-in it.
+the elements of one box, only that box has to be read, and the whole tensor otherwise. ``box_of`` finds the box and the
+order of the view's dimensions in it.
 """
 
 from __future__ import annotations
@@ -79,23 +79,33 @@ class StridedView:
 
 @dataclass(frozen=True)
 class BoxView:
-    """A view that shows ``box``: permute its dimensions to ``order``, then reshape it to the box's lengths."""
+    """A view of elements of ``box``. It shows exactly the box: permute its dimensions to ``order``, then reshape it to
+    the box's lengths. If ``order`` is None, the box is the whole tensor."""
 
     box: Box
-    order: tuple[int, ...]
+    order: tuple[int, ...] | None
 
     def undo(self, target: torch.Tensor) -> torch.Tensor | None:
         """Return a view of ``target``, which has the shape of the strided view, in the shape of the box; None if its
-        strides do not allow that."""
+        strides do not allow that, or the view does not show exactly the box."""
+        if self.order is None:
+            return None
         try:
             return target.permute(self.order).view(self.box.lengths)
         except RuntimeError:
             return None
 
     def apply(self, elements: torch.Tensor, view: StridedView) -> torch.Tensor:
-        """Return the elements of the box, which are contiguous, in the shape of the strided view."""
+        """Return the strided view of the elements of the box, which are contiguous."""
+        if self.order is None:
+            return elements.as_strided(view.shape, view.strides, view.offset)
         permuted = elements.reshape([view.shape[d] for d in self.order])
         return permuted.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+
+def box_to_read(shape: Sequence[int], view: StridedView) -> BoxView:
+    """Return the box that must be read for ``view``: the one that it shows, or the whole tensor."""
+    return box_of(shape, view) or BoxView(Box.whole(shape), None)
 
 
 def box_of(shape: Sequence[int], view: StridedView) -> BoxView | None:

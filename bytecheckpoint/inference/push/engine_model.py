@@ -19,7 +19,7 @@ from ...tensors.dtypes import DType, is_lossless_cast
 from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import basic_meta, torch_dtype
-from ..layouts.parts import StridedView, TensorBox, box_of, without_duplicates
+from ..layouts.parts import StridedView, TensorBox, box_to_read, without_duplicates
 from ..layouts.recording import Copy, Recorder, UnrecordedWrites, storage_identity, tensor_in_use, uncovered
 from .block_quantization import Blocks, check_quantizable
 from .layout import ChunkStore, Layout
@@ -126,9 +126,8 @@ def _load_record(recorder: Recorder, metas: dict[str, BasicMeta], copies: Sequen
     _check_floats(metas, copies, seen)
     for copy in copies:
         meta = metas[copy.name]
-        found = box_of(meta.shape, copy.view)
         if copy.name not in seen and copy.view.numel:
-            box = Box.whole(meta.shape) if found is None else found.box
+            box = box_to_read(meta.shape, copy.view).box
             requested.append(TensorBox(copy.name, meta.shape, box, _wire_dtype(meta.dtype, copy.target)))
     whole = [TensorBox(name, meta.shape, Box.whole(meta.shape), meta.dtype) for name, meta in metas.items()]
     parts = without_duplicates([*requested, *(part for part in whole if part.name in seen and part.nbytes)])
@@ -202,29 +201,22 @@ class ChunkedTensors:
         if copy.target.is_meta or not copy.view.numel:
             return  # the engine only counts elements
         meta = self._metas[copy.name]
-        found = box_of(meta.shape, copy.view)
-        if found is not None:
-            target = found.undo(copy.target)
-            if target is not None:
-                self._fill(
-                    target, found.box, self._part_with(copy.name, found.box, _wire_dtype(meta.dtype, copy.target))
-                )
-                return
-        copy_elements(copy.target, self._view(copy.name, copy.view, _wire_dtype(meta.dtype, copy.target)))
+        dtype, found = _wire_dtype(meta.dtype, copy.target), box_to_read(meta.shape, copy.view)
+        target = found.undo(copy.target)
+        if target is None:
+            copy_elements(copy.target, self._view(copy.name, copy.view, dtype))
+        else:
+            self._fill(target, found.box, self._part_with(copy.name, found.box, dtype))
 
     def values(self, name: str, view: StridedView) -> torch.Tensor:
         """Return a copy of a view of a tensor, in the tensor's own dtype."""
         return self._view(name, view, self._metas[name].dtype)
 
     def _view(self, name: str, view: StridedView, dtype: DType) -> torch.Tensor:
-        meta = self._metas[name]
-        found = box_of(meta.shape, view)
-        box = Box.whole(meta.shape) if found is None else found.box
-        part = self._part_with(name, box, dtype)
-        out = torch.empty(box.lengths, dtype=self._dtype(part))
-        self._fill(out, box, part)
-        if found is None:
-            return out.as_strided(view.shape, view.strides, view.offset)
+        found = box_to_read(self._metas[name].shape, view)
+        part = self._part_with(name, found.box, dtype)
+        out = torch.empty(found.box.lengths, dtype=self._dtype(part))
+        self._fill(out, found.box, part)
         return found.apply(out, view)
 
     def _fill(self, out: torch.Tensor, box: Box, part: int) -> None:
