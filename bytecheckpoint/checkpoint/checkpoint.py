@@ -304,7 +304,6 @@ class Checkpoint(Mapping[str, StoredTensor]):
         Example:
             >>> model.load_state_dict(bcp.open("runs/7b/step-1000").state_dict("model"))
         """
-        self._require_section(section)
         rows = self.section_rows(section, rank)
         names = self.manifest.tensors.names
         by_row = {row: StoredTensor(self, names[row], row) for row in rows.values()}
@@ -344,11 +343,16 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
         Args:
             section: Name of the section.
-            rank: Rank of the save whose own tensors are included, in addition to those that all ranks share.
+            rank: Rank of the save whose own tensors are included, in addition to those that all ranks share; -1 for
+                none.
 
         Returns:
             The rows by name in the section; tied names come last.
+
+        Raises:
+            NameNotFoundError: The section is not stored.
         """
+        self._require_section(section)
         tensors, rows = self.manifest.tensors, dict[str, int]()
         for row in self.manifest.section_tensors(section).tolist():
             owner, fqn = int(self.manifest.scope[row]), tensors.fqn_of(row)

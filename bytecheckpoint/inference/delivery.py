@@ -9,7 +9,6 @@ import torch
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..control.base import Operation
-from ..errors import NameNotFoundError
 from ..load.shared_reads.negotiation import ShareReads
 from ..load.shared_reads.run import read_together
 from ..tensors.geometry import Box
@@ -58,11 +57,7 @@ class StoredWeights:
     """
 
     def __init__(self, checkpoint: Checkpoint, section: str = "model") -> None:
-        if section not in checkpoint.sections:
-            raise NameNotFoundError(
-                f"{checkpoint.url} has no section {section!r}; it has {', '.join(checkpoint.sections)}"
-            )
-        self._checkpoint, self._prefix = checkpoint, f"{section}."
+        self._checkpoint, self._rows = checkpoint, checkpoint.section_rows(section, -1)
         self.recorder = Recorder(self._read_view)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,9 +69,7 @@ class StoredWeights:
         return self._recorded(Recorder(self._read_view, self._copy_now))
 
     def _recorded(self, recorder: Recorder) -> Iterator[tuple[str, torch.Tensor]]:
-        names = (name for name in self._checkpoint if name.startswith(self._prefix))
-        metas = ((name, self._checkpoint[name]) for name in names)
-        return recorder.tensors((name.removeprefix(self._prefix), stored.shape, stored.dtype) for name, stored in metas)
+        return recorder.tensors((name, *self._stored(name)[1:]) for name in self._rows)
 
     def deliver(self, op: Operation, share_reads: ShareReads = "auto") -> DeliveryReport:
         """Read what the loader copied into the parameters.
@@ -155,9 +148,6 @@ class StoredWeights:
 
     def _stored(self, name: str) -> tuple[int, tuple[int, ...], torch.dtype]:
         """The manifest row, shape and dtype of a stored tensor."""
-        manifest = self._checkpoint.manifest
-        full = self._prefix + name
-        row = manifest.tensor_row(self._checkpoint.aliases.get(full, full))
-        assert row is not None
-        meta = manifest.tensors.meta_of(row)
+        row = self._rows[name]
+        meta = self._checkpoint.manifest.tensors.meta_of(row)
         return row, meta.shape, torch_dtype(meta)

@@ -16,7 +16,6 @@ from ...checkpoint.renaming import NameMap, Rename
 from ...errors import NameNotFoundError, PlanError, StateError, UsageError
 from ...frameworks.sections import resolve_sections
 from ...tensors.geometry import Box
-from ...tensors.metadata import BasicMeta
 from ...tensors.shards import SectionSource, Shard, torch_dtype
 from .messages import Table
 
@@ -78,7 +77,11 @@ class StateSource(PushSource):
         name = {fqn: new for fqn, (_, new) in renamed.items()}.__getitem__
         rows = [(name(fqn), meta) for fqn, meta in captured.metas.items() if fqn not in captured.per_rank]
         rows += [(name(alias), captured.metas[fqn]) for alias, fqn in captured.aliases.items()]
-        self.table = _table(rows)
+        names = [name for name, _ in rows]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise StateError(f"two tensors have the same name after renaming: {', '.join(twice[:5])}")
+        self.table = Table(tuple(rows))
         self._shards = self._by_name(captured, name)
         self.held = [(fqn, shard.box) for fqn, shards in self._shards.items() for shard in shards]
         self.pinned = frozenset(map(name, captured.pinned))
@@ -111,28 +114,17 @@ class CheckpointSectionSource(PushSource):
     replicated = True
 
     def __init__(self, checkpoint: Checkpoint, section: str) -> None:
-        if section not in checkpoint.sections:
-            raise NameNotFoundError(
-                f"{checkpoint.url} has no section {section!r}; it has {', '.join(checkpoint.sections)}"
-            )
-        self._checkpoint, self._full = checkpoint, dict[str, str]()
-        rows: list[tuple[str, BasicMeta]] = []
-        for full in checkpoint:
-            fqn = full.removeprefix(f"{section}.")
-            if fqn != full:
-                self._full[fqn] = full
-                rows.append((fqn, checkpoint[full].meta))
-        self.table = _table(rows)
+        self._checkpoint, self._rows = checkpoint, checkpoint.section_rows(section, -1)
+        meta_of = checkpoint.manifest.tensors.meta_of
+        self.table = Table(tuple((name, meta_of(row)) for name, row in self._rows.items()))
         self.held = [(name, Box.whole(meta.shape)) for name, meta in self.table.rows]
 
     def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        manifest, aliases = self._checkpoint.manifest, self._checkpoint.aliases
+        meta_of = self._checkpoint.manifest.tensors.meta_of
         parts = []
         for name, box in boxes:
-            full = self._full[name]
-            row = manifest.tensor_row(aliases.get(full, full))
-            assert row is not None
-            parts.append((row, box, torch.empty(box.lengths, dtype=torch_dtype(manifest.tensors.meta_of(row)))))
+            row = self._rows[name]
+            parts.append((row, box, torch.empty(box.lengths, dtype=torch_dtype(meta_of(row)))))
         self._checkpoint.read(parts)
         return [out for _, _, out in parts]
 
@@ -147,11 +139,3 @@ def source_of(
     if not isinstance(state, Mapping):
         raise UsageError(f"a push needs a module, a state or a checkpoint, not {type(what).__name__}")
     return StateSource(state, section, framework=framework, rank=rank, world_size=world_size, rename=rename)
-
-
-def _table(rows: list[tuple[str, BasicMeta]]) -> Table:
-    names = [name for name, _ in rows]
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise StateError(f"two tensors have the same name after renaming: {', '.join(twice[:5])}")
-    return Table(tuple(rows))
