@@ -168,22 +168,63 @@ class RankPush(Push):
         return bool(self._assignment.rings)
 
     def _send(self, version: int | str, *, is_streamed: bool) -> Sequence[bytes]:
-        return self._stream(version) if is_streamed else self._write()
+        """Write to arenas, or to ring buffers while the engines load.
 
-    def _write(self) -> Sequence[bytes]:
-        """Write to arenas."""
-        with ExitStack() as stack:
-            transports = self._open_arenas(stack)
-            quantizer = self._quantizer()
-            self.progress.expect(self.sender.nbytes)
-            with self.op.phase("push.write"):
-                outcome = self._write_chunks(quantizer, transports)
-            return self.op.gather("push.write", outcome) or ()
+        Rank 0 raises a worker's failure in a stream, because it can add what the engines serve after it.
+        """
+        op, stream = self.op, None
+        try:
+            with ExitStack() as stack:
+                transports, connected = self._open_transports(stack)
+                quantizer = self._quantizer()
+                if is_streamed:
+                    with op.phase("push.check"):
+                        self.sender.check_before_stream(self._source)
+                    if self._assignment.is_group:
+                        transports = self._group_transports(connected)
+                    op.gather("push.transports", b"")
+                self.progress.expect(self.sender.nbytes)
+                with op.phase("push.write"):
+                    if is_streamed and self.coordinator:
+                        stream = StreamApply(self.coordinator, version)
+                    message = self._write(quantizer, transports, connected)
+                gathered = op.gather("push.write", message) or ()
+                if is_streamed:
+                    with op.phase("push.apply"):
+                        self._end_stream(gathered, connected, stream)
+                return gathered
+        except BaseException as error:
+            self.sender.group.leave()  # other members may be waiting for this one
+            if stream is not None:
+                stream.explain(error)
+            raise
 
-    def _write_chunks(self, quantizer: Quantizer, transports: dict[int, Transport]) -> bytes:
-        return self.sender.write(
-            self._source, self._assignment, quantizer, transports, self.op.check, self.progress.add
-        )
+    def _end_stream(
+        self, gathered: Sequence[bytes], rings: dict[int, TcpTransport], stream: StreamApply | None
+    ) -> None:
+        broken = _first_broken(gathered)
+        if self._assignment.is_group:
+            for ring in rings.values():
+                with suppress(TransportBroken):  # the engine reports the cause
+                    # A sender that ends from now on is not missed; one that has failed already is.
+                    ring.finish() if broken is None else ring.interrupt()
+        if stream is not None:
+            stream.end(broken)
+
+    def _write(
+        self, quantizer: Quantizer, transports: dict[int, Transport], connected: dict[int, TcpTransport]
+    ) -> bytes:
+        """Return the packed outcome, or the packed failure of the stream, for rank 0."""
+        try:
+            return self.sender.write(
+                self._source, self._assignment, quantizer, transports, self.op.check, self.progress.add
+            )
+        except TransportBroken as error:
+            self.sender.group.leave()
+            for ring in connected.values():
+                ring.interrupt()  # makes the workers that still wait notice
+            packed: bytes = msgpack.packb([error.is_late, str(error)])
+            return packed
 
     def _quantizer(self) -> Quantizer:
         """Return a quantizer that has the maxima of the blocks that are split between senders."""
@@ -199,67 +240,23 @@ class RankPush(Push):
                 quantizer.set_maxima(received)
         return quantizer
 
-    def _open_arenas(self, stack: ExitStack) -> dict[int, Transport]:
-        """Open a transport to every target of this sender: shared memory, or TCP where the arena cannot be mapped."""
-        with self.op.phase("push.transports"):
-            transports = self.sender.shared_memory(self._assignment)
-            return {**transports, **self._connect(stack, [t for t in self.sender.targets if t not in transports])}
+    def _open_transports(self, stack: ExitStack) -> tuple[dict[int, Transport], dict[int, TcpTransport]]:
+        """Open a transport to every target of this sender: shared memory, or TCP to a ring buffer or to an arena that
+        cannot be mapped. Returns all of them, and those of TCP.
 
-    def _connect(self, stack: ExitStack, targets: Sequence[int]) -> dict[int, TcpTransport]:
-        found: dict[int, TcpTransport] = {}
-        for target in targets:
-            found[target] = self.sender.connect(self._assignment, target)
-            stack.callback(found[target].close)
-        return found
-
-    def _stream(self, version: int | str) -> Sequence[bytes]:
-        """Write to ring buffers while the engines load.
-
-        Rank 0 raises a worker's failure, because it can add what the engines serve after it.
+        With a group, chunks do not use them: rank 0 connects to all workers, and both ends notice each other's failure.
         """
-        op, stream, is_group = self.op, None, self._assignment.is_group
-        try:
-            with ExitStack() as stack:
-                rings = self._open_rings(stack)
-                quantizer = self._quantizer()
-                with op.phase("push.check"):
-                    self.sender.check_before_stream(self._source)
-                transports = self._group_transports(rings) if is_group else dict[int, Transport](rings)
-                op.gather("push.transports", b"")
-                self.progress.expect(self.sender.nbytes)
-                with op.phase("push.write"):
-                    if self.coordinator:
-                        stream = StreamApply(self.coordinator, version)
-                    message = self._write_stream(quantizer, transports, rings)
-                gathered = op.gather("push.write", message) or ()
-                with op.phase("push.apply"):
-                    broken = _first_broken(gathered)
-                    if is_group and gathered:
-                        for ring in rings.values():
-                            with suppress(TransportBroken):  # the engine reports the cause
-                                # A sender that ends from now on is not missed; one that has failed already is.
-                                ring.finish() if broken is None else ring.interrupt()
-                    if stream is not None:
-                        stream.end(broken)
-                return gathered
-        except BaseException as error:
-            self.sender.group.leave()  # other members may be waiting for this one
-            if stream is not None:
-                stream.explain(error)
-            raise
-
-    def _write_stream(
-        self, quantizer: Quantizer, transports: dict[int, Transport], rings: dict[int, TcpTransport]
-    ) -> bytes:
-        """Return the packed outcome, or the packed failure of the stream, for rank 0."""
-        try:
-            return self._write_chunks(quantizer, transports)
-        except TransportBroken as error:
-            self.sender.group.leave()
-            for ring in rings.values():
-                ring.interrupt()  # makes the workers that still wait notice
-            packed: bytes = msgpack.packb([error.is_late, str(error)])
-            return packed
+        targets: Sequence[int] = self.sender.targets
+        if self._assignment.is_group:
+            targets = range(len(self._assignment.rings)) if self.coordinator else ()
+        connected: dict[int, TcpTransport] = {}
+        with self.op.phase("push.transports"):
+            mapped = self.sender.shared_memory(self._assignment)
+            for target in targets:
+                if target not in mapped:
+                    connected[target] = self.sender.connect(self._assignment, target)
+                    stack.callback(connected[target].close)
+        return {**mapped, **connected}, connected
 
     def _join_group(self) -> Group:
         op, sender, coordinator = self.op, self.sender, self.coordinator
@@ -289,17 +286,6 @@ class RankPush(Push):
         first_places = [(job.places[0].target, job.places[0].chunk) for job in self.sender.jobs]
         transport = GroupTransport(group, self.op.world_size, first_places, check)
         return dict.fromkeys(range(len(self._assignment.rings)), transport)
-
-    def _open_rings(self, stack: ExitStack) -> dict[int, TcpTransport]:
-        """Open transports to the ring buffers of this sender's targets.
-
-        With a group, chunks do not use them: rank 0 connects to all workers, and both ends notice each other's failure.
-        """
-        targets: Sequence[int] = self.sender.targets
-        if self._assignment.is_group:
-            targets = range(len(self._assignment.rings)) if self.coordinator else ()
-        with self.op.phase("push.transports"):
-            return self._connect(stack, targets)
 
 
 def _first_broken(gathered: Sequence[bytes]) -> tuple[bool, str] | None:
