@@ -14,7 +14,7 @@ from sampling import examples
 
 from bytecheckpoint.errors import MismatchError, PlanError
 from bytecheckpoint.inference.layouts.parts import TensorBox
-from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, Holding, Layout, cut_box
+from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, Holding, Layout
 from bytecheckpoint.inference.push.messages import Table
 from bytecheckpoint.inference.push.plan import Plan, check_taken_whole, plan_push
 from bytecheckpoint.tensors.dtypes import DTYPES
@@ -100,19 +100,6 @@ def _check(
                     begin = layout.offsets[chunk]
                     found[box.slices()] = arenas[target][begin : begin + box.numel].reshape(box.lengths)
             assert (found[part.box.slices()] == values[part.box.slices()]).all()
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(
-    st.lists(st.integers(1, 7), max_size=4).flatmap(lambda shape: _box(tuple(shape))),
-    st.sampled_from([1, 2, 4]),
-    st.integers(1, 200),
-)
-def test_a_box_is_cut_into_contiguous_runs(box: Box, itemsize: int, limit: int) -> None:
-    where = np.arange(box.numel).reshape(box.lengths)
-    runs = [where[piece.relative_to(box).slices()].ravel() for piece in cut_box(box, itemsize, limit)]
-    assert np.concatenate(runs).tolist() == list(range(box.numel))
-    assert all(len(run) * itemsize <= limit or len(run) == 1 for run in runs)
 
 
 def test_replicas_are_spread_by_bytes() -> None:

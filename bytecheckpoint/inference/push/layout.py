@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgpack
@@ -29,23 +29,6 @@ ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element size
 def align(nbytes: int) -> int:
     """Round up to a multiple of the alignment."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def cut_box(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """Cut ``box`` into contiguous runs of at most ``limit`` bytes (at least one element each), in its order."""
-    row = itemsize
-    for d in reversed(range(box.ndim)):
-        length = box.lengths[d]
-        if row * length > limit:
-            step = max(limit // row, 1)
-            break
-        row *= length
-    else:
-        yield box
-        return
-    for index in product(*map(range, box.lengths[:d]), range(0, box.lengths[d], step)):
-        offsets = tuple(o + i for o, i in zip(box.offsets[: d + 1], index, strict=True)) + box.offsets[d + 1 :]
-        yield Box.unchecked(offsets, (*(1,) * d, min(step, box.lengths[d] - index[-1]), *box.lengths[d + 1 :]))
 
 
 @dataclass(frozen=True)

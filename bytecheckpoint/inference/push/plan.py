@@ -15,12 +15,13 @@ import msgpack
 import xxhash
 
 from ...errors import DisagreementError, PlanError
+from ...planners import split_box
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ..layouts.hub_names import scale_name
 from ..layouts.parts import TensorBox
 from .block_quantization import Blocks, cut_blocks, without
-from .layout import Holding, Layout, Waves, Write, cut_box
+from .layout import Holding, Layout, Waves, Write
 from .messages import Table, check_faults, list_faults
 from .quantizer import MaximaExchange, pack_task
 from .transports.base import ChunkTarget
@@ -146,7 +147,7 @@ class _Chunking:
     def _cut(self, part: TensorBox, box: Box) -> Iterator[Box]:
         blocks = self._blocks.get(part.name)
         for rows in [box] if blocks is None else cut_blocks(box, blocks, self._chunk_bytes // part.dtype.itemsize):
-            yield from cut_box(rows, part.dtype.itemsize, self._chunk_bytes)
+            yield from split_box(rows, rows, part.dtype.itemsize, self._chunk_bytes, 0)
 
     def _pieces(self, part: TensorBox) -> Iterator[Holding]:
         held = self._held.get(part.name)
