@@ -53,7 +53,7 @@ def distinct(tensor: GlobalTensor) -> tuple[list[Region], list[tuple[Region, Reg
             common = region.box.intersect(other.box)
             if common is not None:
                 copies.append((_part(other, common), _part(region, common)))
-                rest = [piece for box in rest for piece in _without(box, common)]
+                rest = [piece for box in rest for piece in box.without(common)]
         chosen += [_part(region, box) for box in rest]
     return chosen, copies
 
@@ -110,19 +110,3 @@ def _part(region: Region, box: Box) -> Region:
     found = region.needed_for(box)
     assert found is not None
     return found
-
-
-def _without(box: Box, hole: Box) -> Iterator[Box]:
-    """Boxes that tile what is in ``box`` and not in ``hole``."""
-    hole_here = box.intersect(hole)
-    if hole_here is None:
-        yield box
-        return
-    for d in range(box.ndim):
-        begin = hole_here.offsets[d] - box.offsets[d]
-        end = begin + hole_here.lengths[d]
-        if begin:
-            yield box.narrow(d, 0, begin)
-        if end < box.lengths[d]:
-            yield box.narrow(d, end, box.lengths[d])
-        box = box.narrow(d, begin, end)

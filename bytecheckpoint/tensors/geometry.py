@@ -99,6 +99,22 @@ class Box(_Ranges):
                 return False
         return True
 
+    def without(self, hole: Box) -> Iterator[Box]:
+        """Return what lies in this box and not in ``hole``, as disjoint boxes."""
+        common = self.intersect(hole)
+        if common is None:
+            yield self
+            return
+        rest = self
+        for axis in range(self.ndim):
+            begin = common.offsets[axis] - rest.offsets[axis]
+            end = begin + common.lengths[axis]
+            if begin:
+                yield rest.narrow(axis, 0, begin)
+            if end < rest.lengths[axis]:
+                yield rest.narrow(axis, end, rest.lengths[axis])
+            rest = rest.narrow(axis, begin, end)
+
     def shift(self, by: Sequence[int]) -> Box:
         """Return the box moved by ``by``, for example from local coordinates to those of the enclosing tensor."""
         return Box(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.lengths)

@@ -54,18 +54,6 @@ def elements_of(grid: Box, shape: Sequence[int], blocks: Blocks) -> Box:
     return _box(offsets, stops)
 
 
-def without(box: Box, hole: Box) -> list[Box]:
-    """Return ``box`` without ``hole``, which lies inside it, as disjoint boxes."""
-    rest: list[Box] = []
-    offsets, stops = list(box.offsets), list(box.stops)
-    for d in range(box.ndim):
-        for begin, stop in ((offsets[d], hole.offsets[d]), (hole.stops[d], stops[d])):
-            if stop > begin:
-                rest.append(_box((*offsets[:d], begin, *offsets[d + 1 :]), (*stops[:d], stop, *stops[d + 1 :])))
-        offsets[d], stops[d] = hole.offsets[d], hole.stops[d]
-    return rest
-
-
 def cut_blocks(box: Box, blocks: Blocks, limit: int) -> Iterator[Box]:
     """Cut ``box`` into runs of complete block rows of up to ``limit`` elements, at least one row each. To quantize a
     run, a sender needs few elements outside of it."""
@@ -103,7 +91,7 @@ def maxima_of(tensor: torch.Tensor, box: Box, blocks: Blocks, scratch: Scratch) 
     skipped = box.offsets[-1] % blocks[1]
     width = grid.lengths[-1] * blocks[1]
     for number, rows in enumerate(_rows(box, blocks)):
-        part = tensor[..., rows, :]
+        part = tensor[rows]
         largest = torch.abs(part, out=scratch.take(part.shape, part.dtype, part.device)).amax(-2).float().cpu()
         padded = torch.nn.functional.pad(largest, (skipped, width - skipped - box.lengths[-1]))
         found[..., number, :] = padded.view(*grid.lengths[:-2], -1, blocks[1]).amax(-1)
@@ -124,22 +112,17 @@ def quantize(
     factors = factors.narrow(-1, box.offsets[-1] % blocks[1], box.lengths[-1]).to(tensor.device)
     made = out if tensor.device == out.device else torch.empty(out.shape, dtype=out.dtype, device=tensor.device)
     for number, rows in enumerate(_rows(box, blocks)):
-        part = tensor[..., rows, :]
+        part = tensor[rows]
         scaled = scratch.take(part.shape, torch.float32, part.device).copy_(part)
         # Rounding may put a block's maximum slightly above 448; the cast makes it 448.
-        made[..., rows, :].copy_(scaled.mul_(factors[..., number : number + 1, :]))
+        made[rows].copy_(scaled.mul_(factors[..., number : number + 1, :]))
     if made is not out:
         copy_elements(out, made)
 
 
-def _rows(box: Box, blocks: Blocks) -> Iterator[slice]:
-    """Yield the rows of ``box`` in each row of blocks, relative to the box."""
-    first, stop = box.offsets[-2], box.stops[-2]
-    begin = first
-    while begin < stop:
-        end = min((begin // blocks[0] + 1) * blocks[0], stop)
-        yield slice(begin - first, end - first)
-        begin = end
+def _rows(box: Box, blocks: Blocks) -> Iterator[tuple[slice, ...]]:
+    """Yield the slices of each row of blocks, relative to ``box``."""
+    return (rows.relative_to(box).slices() for rows in cut_blocks(box, blocks, 0))
 
 
 def _box(offsets: Sequence[int], stops: Sequence[int]) -> Box:

@@ -20,7 +20,7 @@ from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ..layouts.hub_names import scale_name
 from ..layouts.parts import TensorBox
-from .block_quantization import Blocks, cut_blocks, without
+from .block_quantization import Blocks, cut_blocks
 from .layout import Holding, Layout, Waves, Write
 from .messages import Table, check_faults, list_faults
 from .quantizer import MaximaExchange, pack_task
@@ -160,7 +160,7 @@ class _Chunking:
                     left.append(box)
                 else:
                     yield Holding(common, holding.senders)
-                    left += without(box, common)
+                    left += box.without(common)
             missing = left
             if not missing:
                 return
