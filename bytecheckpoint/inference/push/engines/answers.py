@@ -11,8 +11,8 @@ import struct
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import closing
-from typing import Any
+from contextlib import closing, suppress
+from typing import Any, Literal
 
 from ....control.connections import Endpoint, at_most, receive, send
 from ....errors import DeadlineError, EngineError
@@ -24,6 +24,8 @@ METHOD = "bcp_push"
 
 REPLICATED = "this engine has replicas"
 """The answer to a request without an endpoint where vLLM would lose answers. The worker did not handle the request."""
+
+PauseMode = Literal["wait", "abort", "keep"]
 
 _HEAD = struct.Struct("!IIQ")  # worker, number of workers, bytes of the answer
 _MAX_ANSWER_BYTES = 1 << 28
@@ -77,14 +79,24 @@ def post_answer(hosts: Sequence[str], port: int, key: str, number: int, workers:
             raise EngineError(f"the connection to the sender broke: {error}") from error
 
 
-class CollectiveRpc(Engine):
-    """An engine whose workers have the worker extension."""
+class MissingMethod(EngineError):
+    """The engine has no such method, or its server no such endpoint."""
 
+
+class CollectiveRpc(Engine):
+    """A vLLM engine whose workers have the worker extension. Without a ``pause_mode``, its owner generates only before
+    and after a push."""
+
+    pause_mode: PauseMode | None
     _is_replicated = False
 
     @abstractmethod
     def _rpc(self, arguments: Sequence[Any], timeout_s: float) -> list[Any]:
         """Call ``METHOD`` in all workers. Returns the results of the first replica's."""
+
+    @abstractmethod
+    def _run(self, method: str, timeout_s: float, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the engine."""
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         budget = Budget(timeout_s)
@@ -97,3 +109,22 @@ class CollectiveRpc(Engine):
         with closing(Answers()) as answers:
             self._rpc([request, answers.where], budget.left)
             return answers.wait(self.name, budget)
+
+    def pause(self, timeout_s: float) -> None:
+        if self.pause_mode is not None:
+            self._run("pause_generation", timeout_s, mode=self.pause_mode)
+
+    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
+        if changed and self.pause_mode in (None, "keep"):  # in other modes, pausing has cleared it
+            # Paused requests hold blocks, which are computed again with the new weights.
+            options = {} if self.pause_mode is None else {"reset_running_requests": True}
+            if self._run("reset_prefix_cache", timeout_s, **options) is False:
+                raise EngineError(
+                    f"{self.name} did not drop its prefix cache, and would answer with the old weights; has it "
+                    "unfinished requests?"
+                )
+        if changed and version is not None:
+            with suppress(MissingMethod):  # old releases have no versions of weights
+                self._run("update_weight_version", timeout_s, str(version))
+        if self.pause_mode is not None:
+            self._run("resume_generation", timeout_s)

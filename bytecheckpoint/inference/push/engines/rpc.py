@@ -7,13 +7,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 from ....errors import DeadlineError, EngineError, UsageError
 from ....runtime.threads import run_daemon
-from .answers import METHOD, CollectiveRpc
-
-PauseMode = Literal["wait", "abort", "keep"]
+from .answers import METHOD, CollectiveRpc, MissingMethod, PauseMode
 
 
 class RpcEngine(CollectiveRpc):
@@ -41,7 +39,7 @@ class RpcEngine(CollectiveRpc):
     ) -> None:
         self.name = name
         self._identity, self.resumes = identity, pause is not None
-        self._call, self._pause_mode = call, pause
+        self._call, self.pause_mode = call, pause
         self._pending: Future[Any] | None = None
 
     @property
@@ -50,28 +48,6 @@ class RpcEngine(CollectiveRpc):
 
     def _rpc(self, arguments: Sequence[Any], timeout_s: float) -> list[Any]:
         return list(self._run("collective_rpc", timeout_s, METHOD, args=tuple(arguments)))
-
-    def pause(self, timeout_s: float) -> None:
-        if self._pause_mode is not None:
-            self._run("pause_generation", timeout_s, mode=self._pause_mode)
-
-    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        if changed and self._pause_mode in (None, "keep"):  # in other modes, pausing has cleared it
-            options = {} if self._pause_mode is None else {"reset_running_requests": True}
-            if self._run("reset_prefix_cache", timeout_s, **options) is False:
-                raise EngineError(f"{self.name} did not drop its prefix cache; has it unfinished requests?")
-        if changed and version is not None:
-            self._set_version(str(version), timeout_s)
-        if self._pause_mode is not None:
-            self._run("resume_generation", timeout_s)
-
-    def _set_version(self, version: str, timeout_s: float) -> None:
-        """Set vLLM's own version of the weights; old releases have none."""
-        try:
-            self._run("update_weight_version", timeout_s, version)
-        except EngineError as error:
-            if not isinstance(error.__cause__, AttributeError):
-                raise
 
     def _run(self, method: str, timeout_s: float, *arguments: Any, **options: Any) -> Any:
         """Call a method that may never return: vLLM waits for a stopped worker without a bound."""
@@ -84,7 +60,8 @@ class RpcEngine(CollectiveRpc):
         error = ended.exception()  # an interrupt of this thread is none of the engine's
         try:
             if error is not None:
-                raise EngineError(f"{self.name}: {type(error).__name__}: {error}") from error
+                kind = MissingMethod if isinstance(error, AttributeError) else EngineError
+                raise kind(f"{self.name}: {type(error).__name__}: {error}") from error
             return ended.result()
         finally:
             del error, ended

@@ -9,15 +9,13 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from ....errors import DeadlineError, EngineError, UsageError
 from ..guard import tls_context, tls_of
-from .answers import METHOD, CollectiveRpc
+from .answers import METHOD, CollectiveRpc, MissingMethod, PauseMode
 from .base import Engine, TargetEngine
-from .rpc import PauseMode
 
 _HEALTH_S = 5.0
 _NOT_AUTHENTICATED = (401, 403, 407)
@@ -27,10 +25,6 @@ _KILLED = (
 
 TOKEN_VARIABLE = "BYTECHECKPOINT_PUSH_TOKEN"
 """Of the environment: the ``token`` of engines that are named by their address alone."""
-
-
-class MissingEndpoint(EngineError):
-    """The server has no such endpoint."""
 
 
 class HttpEngine(CollectiveRpc):
@@ -67,7 +61,7 @@ class HttpEngine(CollectiveRpc):
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"the address of an engine begins with http:// or https://, and this one is {url!r}")
         self.name = url.rstrip("/")
-        self._pause_mode = pause
+        self.pause_mode: PauseMode | None = pause
         self._has_answered = False
         self._headers = dict(headers or {})
         if token is not None:
@@ -84,19 +78,12 @@ class HttpEngine(CollectiveRpc):
             raise EngineError(f"{self.name} returned no results for {METHOD}: {answer!s:.200}")
         return results
 
-    def pause(self, timeout_s: float) -> None:
-        self._post(f"/pause?mode={quote(self._pause_mode)}", None, timeout_s)
-
-    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        if changed and self._pause_mode == "keep":
-            # Paused requests hold blocks, which are computed again with the new weights.
-            answer = self._post("/reset_prefix_cache?reset_running_requests=true", None, timeout_s)
-            if isinstance(answer, dict) and answer.get("success") is False:
-                raise EngineError(f"{self.name} did not drop its prefix cache; it would answer with the old weights")
-        if changed and version is not None:
-            with suppress(MissingEndpoint):  # a server without versions of weights
-                self._post("/update_weight_version", {"new_version": str(version)}, timeout_s)
-        self._post("/resume", None, timeout_s)
+    def _run(self, method: str, timeout_s: float, *arguments: Any, **options: Any) -> Any:
+        if method == "update_weight_version":
+            return self._post(f"/{method}", {"new_version": arguments[0]}, timeout_s)
+        query = f"?{urlencode(options).lower()}" if options else ""  # with `true` for True
+        answer = self._post(f"/{method.removesuffix('_generation')}{query}", None, timeout_s)
+        return answer.get("success") if isinstance(answer, dict) else None
 
     @property
     def identity(self) -> str:
@@ -107,7 +94,7 @@ class HttpEngine(CollectiveRpc):
 
     @property
     def address(self) -> dict[str, Any] | None:
-        return {"url": self.name, "pause": self._pause_mode, "headers": self._headers, "tls": self._tls}
+        return {"url": self.name, "pause": self.pause_mode, "headers": self._headers, "tls": self._tls}
 
     def _post(self, path: str, document: Mapping[str, Any] | None, timeout_s: float) -> Any:
         data = b"" if document is None else json.dumps(document).encode()
@@ -170,7 +157,7 @@ class HttpEngine(CollectiveRpc):
     def _refused(self, path: str, code: int, text: str) -> EngineError:
         hint = ""
         if code in (404, 405):
-            return MissingEndpoint(f"{self.name} has no {path}; start vLLM with VLLM_SERVER_DEV_MODE=1: {text}")
+            return MissingMethod(f"{self.name} has no {path}; start vLLM with VLLM_SERVER_DEV_MODE=1: {text}")
         if "EngineCore" in text or "EngineDead" in text or not self._is_alive():
             return EngineError(f"{self.name} has ended: {_KILLED} ({path} answered {code}: {text})")
         if path == "/collective_rpc" and self._has_answered:
