@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgpack
-import xxhash
 
 from ...errors import BytecheckpointError, ControlError, EngineError, StateError
 from ...runtime.threads import Threads
@@ -96,6 +95,7 @@ class PushCoordinator:
             held = holdings_of_blocks(self._held, blocks, senders)
             exchange = plan_exchange(held, self.table, blocks, senders)
             plan = plan_push(parts, held, senders, chunk_bytes=self._chunk_bytes, blocks=blocks)
+            plan = plan.for_group() if self._group else plan
             tables = [request.table.digest for request in requests]
             self.bound, self._bound_to = BoundPlan(plan, workers, tables, blocks, exchange), key
 
@@ -187,13 +187,8 @@ class PushCoordinator:
 
     def join_group(self, address: GroupAddress, budget: Budget) -> None:
         """Make all workers join the group and begin to receive. Returns when the last member has joined."""
-        receptions = self.bound.receptions()
-        first = address.size - len(receptions)
-        members = {}
-        workers = zip(self.bound.workers, self._answers, receptions, strict=True)
-        for number, (worker, answer, packed) in enumerate(workers, first):
-            is_known = xxhash.xxh3_128_digest(packed) == answer["receptions"]
-            members[worker.receiver] = [number, None if is_known else packed]
+        workers = self.bound.workers
+        members = {worker.receiver: number for number, worker in enumerate(workers, address.size - len(workers))}
         self._ask_all("join_group", {"address": address, "members": members}, budget)
 
     def verify(self, outcomes: Sequence[SenderResult], version: int | str, budget: Budget) -> None:

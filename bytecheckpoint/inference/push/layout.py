@@ -33,10 +33,14 @@ def align(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The chunks of one worker, ``(part, box)`` each, stored one after another at aligned offsets."""
+    """The chunks of one worker, ``(part, box)`` each, stored one after another at aligned offsets.
+
+    ``receptions`` states how they arrive over a group; see ``transports/group_transport.py``.
+    """
 
     parts: tuple[TensorBox, ...]
     chunks: tuple[tuple[int, Box], ...]
+    receptions: bytes = b""
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -78,7 +82,7 @@ class Layout:
     @cached_property
     def packed(self) -> bytes:
         chunks = [(part, *box) for part, box in self.chunks]
-        packed: bytes = msgpack.packb([pack_parts(self.parts), chunks])
+        packed: bytes = msgpack.packb([pack_parts(self.parts), chunks, self.receptions])
         return packed
 
     @cached_property
@@ -87,8 +91,8 @@ class Layout:
 
     @classmethod
     def unpack(cls, data: bytes) -> Layout:
-        parts, chunks = msgpack.unpackb(data, use_list=False)
-        return cls(tuple(unpack_parts(parts)), tuple((part, Box(*box)) for part, *box in chunks))
+        parts, chunks, receptions = msgpack.unpackb(data, use_list=False)
+        return cls(tuple(unpack_parts(parts)), tuple((part, Box(*box)) for part, *box in chunks), receptions)
 
 
 class ArrivedChunk(NamedTuple):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import msgpack
@@ -35,20 +36,29 @@ at full speed."""
 
 @dataclass(frozen=True)
 class Plan:
-    """``layouts`` by target, ``writes`` by sender. Every chunk of every target is in exactly one write.
+    """``layouts`` by target, and the ``order`` of all writes, each with its sender (of ``senders``). Every chunk of
+    every target is in exactly one write.
 
-    All chunks and writes follow one common order, close to the order in which targets load them; ``senders`` gives the
-    sender of each write in that order.
+    All chunks and writes follow this order, which is close to the order in which targets load them.
     """
 
     layouts: tuple[Layout, ...]
-    writes: tuple[tuple[Write, ...], ...]
-    senders: tuple[int, ...]
+    order: tuple[tuple[int, Write], ...]
+    senders: int
 
-    def in_order(self) -> list[tuple[int, Write]]:
-        """Return all writes in the common order, each with its sender."""
-        left = [iter(of_sender) for of_sender in self.writes]
-        return [(sender, next(left[sender])) for sender in self.senders]
+    @cached_property
+    def writes(self) -> list[list[Write]]:
+        """The writes of each sender."""
+        found: list[list[Write]] = [[] for _ in range(self.senders)]
+        for sender, write in self.order:
+            found[sender].append(write)
+        return found
+
+    def for_group(self) -> Plan:
+        """Return the plan of a push over a group, whose layouts state how the chunks of each target arrive."""
+        arriving = map(msgpack.packb, plan_receptions(self.order, self.senders, len(self.layouts)))
+        layouts = [replace(one, receptions=packed) for one, packed in zip(self.layouts, arriving, strict=True)]
+        return replace(self, layouts=tuple(layouts))
 
 
 _Key = tuple[str, Box, DType]
@@ -86,11 +96,9 @@ def plan_push(
         layouts.append(Layout(tuple(parts), tuple(chunks)))
         for at, chunk in enumerate(chunks):
             targets[_key(parts, chunk)].append((number, at))
-    writes: list[list[Write]] = [[] for _ in range(senders)]
-    order = _share_out(targets, chunking.owners, senders)
-    for sender, key in order:
-        writes[sender].append(Write(*key, tuple(targets[key])))
-    return Plan(tuple(layouts), tuple(tuple(of_sender) for of_sender in writes), tuple(sender for sender, _ in order))
+    shared = _share_out(targets, chunking.owners, senders)
+    order = tuple((sender, Write(*key, tuple(targets[key]))) for sender, key in shared)
+    return Plan(tuple(layouts), order, senders)
 
 
 def _key(parts: Sequence[TensorBox], chunk: tuple[int, Box]) -> _Key:
@@ -295,20 +303,15 @@ class BoundPlan:
             self._assigned[rings] = self._assign(rings)
         return self._assigned[rings]
 
-    def receptions(self) -> list[bytes]:
-        """Return what each target receives over a group, packed."""
-        found = plan_receptions(self.plan.in_order(), len(self.plan.writes), len(self.plan.layouts))
-        return [msgpack.packb(receptions) for receptions in found]
-
     def _assign(self, rings: Rings) -> Assignments:
-        senders, layouts = range(len(self.plan.writes)), self.plan.layouts
+        layouts = self.plan.layouts
         places = _places(layouts, rings)
         jobs = [
             [Job(write, tuple(places[target][chunk] for target, chunk in write.chunks)) for write in writes]
             for writes in (self._in_order(writes, is_streamed=bool(rings)) for writes in self.plan.writes)
         ]
         packed = [pack_writes(of_sender) for of_sender in jobs]
-        tasks = [pack_task(self.blocks, self.exchange, sender) if self.blocks else b"" for sender in senders]
+        tasks = [pack_task(self.blocks, self.exchange, sender) for sender in range(self.plan.senders)]
         digest = xxhash.xxh3_128_digest(b"".join([layout.digest for layout in layouts] + packed + tasks))
         return Assignments(layouts, jobs, packed, tasks, digest)
 

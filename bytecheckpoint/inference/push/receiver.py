@@ -172,7 +172,6 @@ class Receiver:
                 "tokens": [],
                 "ring": [waves.slots, waves.slot_bytes],
                 "group": self._member.name,
-                "receptions": self._member.plan_digest,
             }
         self._server = ChunkServer(version.chunks, message["deadline_s"])
         known, version.digests = version.digests, []
@@ -189,11 +188,11 @@ class Receiver:
 
     def _join_group(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Join a group and receive from it into the ring buffer."""
-        self._current("join_group", message)
+        layout = self._current("join_group", message).layout
         if self._ring is None:
             raise StateError("a group without a ring buffer; nothing was sent")
-        number, receptions = message["members"][self.id]
-        self._member.begin(GroupAddress(*message["address"]), number, receptions, self._ring)
+        number = message["members"][self.id]
+        self._member.begin(GroupAddress(*message["address"]), number, layout.receptions, self._ring)
         return {}
 
     def _verify(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 import msgpack
 import torch
-import xxhash
 
 from ....errors import BytecheckpointError, EngineError
+from ....runtime.threads import run_daemon
 from ..layout import ArrivedChunk, Write
 from ..messages import SenderLost
 from .base import ChunkTarget, OutgoingChunk, Transport, TransportBroken
@@ -119,41 +120,31 @@ class GroupMember(Membership):
 
     def __init__(self) -> None:
         super().__init__()
-        self._receptions: list[Reception] = []
-        self._thread: threading.Thread | None = None
-        self.plan_digest = b""
-        """Identifies the receptions that this worker has."""
+        self._receiving: Future[None] | None = None
 
-    def begin(self, address: GroupAddress, rank: int, packed: bytes | None, ring: RingBuffer) -> None:
-        """Join the group if it is another one, and begin to receive into ``ring`` in a thread.
-
-        ``packed`` are the receptions; None stands for the last ones. Raises ``EngineError``.
-        """
+    def begin(self, address: GroupAddress, rank: int, packed: bytes, ring: RingBuffer) -> None:
+        """Join the group if it is another one, and begin to receive into ``ring`` in a thread. ``packed`` are the
+        receptions. Raises ``EngineError``."""
         group = self.join(address, rank)
-        if packed is not None:
-            self._receptions = [Reception(*one) for one in msgpack.unpackb(packed, use_list=False)]
-            self.plan_digest = xxhash.xxh3_128_digest(packed)
-        sets = {reception.members for reception in self._receptions if len(reception.members) > 1}
+        receptions = [Reception(*one) for one in msgpack.unpackb(packed, use_list=False)]
+        sets = {reception.members for reception in receptions if len(reception.members) > 1}
         try:
             group.form_subgroups(sorted(sets))
         except EngineError:
             self.leave()  # members may have formed different subgroups
             raise
-        # A daemon thread: the interpreter must be able to end while a sender is stopped.
-        self._thread = threading.Thread(target=self._run, args=(group, rank, ring), name="bcp-push-group", daemon=True)
-        self._thread.start()
+        self._receiving = run_daemon(lambda: self._run(group, rank, receptions, ring), "bcp-push-group")
 
     def end(self) -> None:
         """End this push. A thread that still waits has lost other members, so this worker leaves the group."""
-        if self._thread is not None:
-            self._thread.join(_SOON_S)
-            if self._thread.is_alive():
+        if self._receiving is not None:
+            if not wait([self._receiving], _SOON_S).done:
                 self.leave()
-            self._thread = None
+            self._receiving = None
 
-    def _run(self, group: Group, rank: int, ring: RingBuffer) -> None:
+    def _run(self, group: Group, rank: int, receptions: Sequence[Reception], ring: RingBuffer) -> None:
         try:
-            for reception in self._receptions:
+            for reception in receptions:
                 _receive(group, rank, ring, reception)
         except Exception as error:  # noqa: BLE001 - the model's thread raises it
             ring.fail(_known(error))  # before the other members notice: their failures must not hide this one
