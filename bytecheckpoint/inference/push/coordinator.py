@@ -154,20 +154,18 @@ class PushCoordinator:
             "deadline_s": self.deadline_s,
         }
 
-    def assignment(self, sender: int, plan: bytes) -> bytes:
-        """Return the packed assignment of a sender; its jobs are left out if it has the plan with this digest."""
+    def assignment(self, sender: int) -> bytes:
+        """Return the packed assignment of a sender."""
         assignments = self.assignments
         known = []
         for job in assignments.jobs[sender]:
             for place in job.places:
                 answer = self._answers[place.target]
                 known.append([answer[held][place.chunk] if answer[held] else None for held in ("known", "served")])
-        is_known = plan == assignments.digest
         packed: bytes = msgpack.packb(
             {
-                "plan": assignments.digest,
-                "writes": None if is_known else assignments.packed[sender],
-                "task": None if is_known else assignments.tasks[sender],
+                "writes": assignments.packed[sender],
+                "task": assignments.tasks[sender],
                 "arenas": [answer["arena"] for answer in self._answers],
                 "tokens": [token for answer in self._answers for token in answer["tokens"]],
                 "endpoints": [answer["endpoint"] for answer in self._answers],

@@ -156,7 +156,7 @@ class Join(Push):
 
     def _begin_all(self, coordinator: PushCoordinator, budget: Budget) -> None:
         self.progress.expect(coordinator.assignments.nbytes)
-        assignments = {worker: coordinator.assignment(sender, b"") for sender, worker in enumerate(self._workers)}
+        assignments = {worker: coordinator.assignment(sender) for sender, worker in enumerate(self._workers)}
         message = {
             "transaction": self._transaction,
             "receivers": [worker.receiver for worker in coordinator.bound.workers],

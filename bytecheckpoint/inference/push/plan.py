@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 import msgpack
-import xxhash
 
 from ...errors import DisagreementError, PlanError
 from ...planners import split_box
@@ -229,16 +228,12 @@ class Worker:
 
 @dataclass(frozen=True)
 class Assignments:
-    """The jobs and quantization tasks of all senders; ``digest`` identifies all of them together.
-
-    ``layouts`` are those of the targets.
-    """
+    """The jobs and quantization tasks of all senders, and the layouts of all targets."""
 
     layouts: tuple[Layout, ...]
     jobs: list[list[Job]]
     packed: list[bytes]
     tasks: list[bytes]
-    digest: bytes
 
     @property
     def nbytes(self) -> int:
@@ -310,10 +305,8 @@ class BoundPlan:
             [Job(write, tuple(places[target][chunk] for target, chunk in write.chunks)) for write in writes]
             for writes in (self._in_order(writes, is_streamed=bool(rings)) for writes in self.plan.writes)
         ]
-        packed = [pack_writes(of_sender) for of_sender in jobs]
         tasks = [pack_task(self.blocks, self.exchange, sender) for sender in range(self.plan.senders)]
-        digest = xxhash.xxh3_128_digest(b"".join([layout.digest for layout in layouts] + packed + tasks))
-        return Assignments(layouts, jobs, packed, tasks, digest)
+        return Assignments(layouts, jobs, [pack_writes(of_sender) for of_sender in jobs], tasks)
 
     def _in_order(self, writes: Sequence[Write], *, is_streamed: bool) -> Sequence[Write]:
         """Put scales last where the order is free: the maxima of their blocks are known by then."""

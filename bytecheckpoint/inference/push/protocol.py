@@ -87,14 +87,14 @@ class Push(ABC):
     def _send(self, version: int | str, *, is_streamed: bool) -> Sequence[bytes]:
         """Send, and apply a version that is streamed. Returns the packed outcomes of the senders on rank 0."""
 
-    def _exchange_facts(self, fingerprint: bytes, what: str, unmatched: Sequence[str] = ()) -> list[Any]:
-        """Return the fingerprint and the plan digest of each rank on rank 0. Raises ``StateError`` when ranks push
-        different versions, and ``MismatchError`` if something of a rename is unmatched on all ranks."""
-        own = [fingerprint, self.sender.plan, what, self.engines, list(unmatched)]
+    def _exchange_facts(self, fingerprint: bytes, what: str, unmatched: Sequence[str] = ()) -> list[bytes]:
+        """Return the fingerprint of each rank on rank 0. Raises ``StateError`` when ranks push different versions, and
+        ``MismatchError`` if something of a rename is unmatched on all ranks."""
+        own = [fingerprint, what, self.engines, list(unmatched)]
         gathered = self.op.gather("push.facts", msgpack.packb(own))
         facts = [msgpack.unpackb(one) for one in gathered or ()]
         with self.op.phase("push.facts"):
-            distinct = sorted({pushed for _, _, pushed, *_ in facts})
+            distinct = sorted({pushed for _, pushed, *_ in facts})
             if len(distinct) > 1:
                 raise StateError(f"ranks push different versions: {', '.join(distinct)}")
             for rank, (*_, engines, _) in enumerate(facts):
@@ -108,7 +108,7 @@ class Push(ABC):
             useless = sorted(set.intersection(*(set(unmatched) for *_, unmatched in facts))) if facts else []
             if useless:
                 raise unmatched_renames("the state of this push", useless)
-        return facts
+        return [fingerprint for fingerprint, *_ in facts]
 
     def _prepare_engines(self, coordinator: PushCoordinator) -> bool:
         return coordinator.prepare(self.early_budget, lambda: self._plan(coordinator), strict=self.strict)
@@ -145,9 +145,7 @@ class RankPush(Push):
         assert version is not None
         with op.phase("push.describe"):
             self._source = self.make_source()
-        facts = self._exchange_facts(self._source.fingerprint(), repr(version), self._source.unmatched)
-        fingerprints = [fingerprint for fingerprint, *_ in facts]
-        self._plans = [plan for _, plan, *_ in facts]  # those that the senders have, by digest
+        fingerprints = self._exchange_facts(self._source.fingerprint(), repr(version), self._source.unmatched)
         if self._share("push.ask", lambda leader: not leader.has_sources(fingerprints)):
             with op.phase("push.sources"):
                 description = self._source.describe()
@@ -161,9 +159,7 @@ class RankPush(Push):
 
     def _prepare(self) -> bool:
         self._lead("push.prepare", self._prepare_engines)
-        packed = self._lead(
-            "push.prepare", lambda leader: [leader.assignment(rank, plan) for rank, plan in enumerate(self._plans)]
-        )
+        packed = self._lead("push.prepare", lambda leader: list(map(leader.assignment, range(self.op.world_size))))
         self._assignment = self.sender.take(self.op.scatter("push.assignment", packed))
         return bool(self._assignment.rings)
 

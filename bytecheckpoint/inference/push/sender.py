@@ -1,4 +1,4 @@
-"""One sender: what it keeps from push to push, and how it reaches the workers.
+"""One sender: its jobs, and how it reaches the workers.
 
 A sender is a rank of the job, or a worker of an engine that others join.
 """
@@ -53,7 +53,7 @@ class Sender:
         self.deadline_s, self.tcp_only = deadline_s, tcp_only
         self.finite = False  # whether all values must be finite
         self._is_checked = False  # whether those of this push are
-        self.plan = self.task = b""
+        self.task = b""
         self.jobs: list[Job] = []
         self.group = Membership()
         self._mapped: dict[str, SharedMemoryTransport] = {}
@@ -68,12 +68,10 @@ class Sender:
         return sum(job.nbytes for job in self.jobs)
 
     def take(self, packed: bytes) -> PushAssignment:
-        """Unpack an assignment, and keep its jobs if they are new."""
+        """Unpack an assignment."""
         self._is_checked = False
         plain = msgpack.unpackb(packed)
-        plan, writes, task = (plain.pop(key) for key in ("plan", "writes", "task"))
-        if writes is not None:
-            self.jobs, self.plan, self.task = unpack_writes(writes), plan, task
+        self.jobs, self.task = unpack_writes(plain.pop("writes")), plain.pop("task")
         plain["arenas"] = [address and ArenaAddress(*address) for address in plain["arenas"]]
         return PushAssignment(**plain)
 
@@ -153,4 +151,4 @@ class Sender:
         for transport in self._mapped.values():
             transport.close()
         self._mapped.clear()
-        self.jobs, self.plan, self.task = [], b"", b""
+        self.jobs, self.task = [], b""
