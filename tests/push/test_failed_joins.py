@@ -98,11 +98,11 @@ def _works(holder: ToyEngine, engine: ToyEngine) -> None:
 def test_a_holder_without_a_pushed_version(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
     with toy_engine(1) as fresh:
         message = _same(pool.run(_fail, fresh.url, engine.url), StateError)
-        assert "it serves what it started with, so it has no bytes to send" in message
+        assert "it has no bytes to send, as it serves what it started with" in message
         assert f"worker 0 of {fresh.url}" in message
     with Pusher(HttpEngine(holder.url), deadline_s=time_limit(30)) as pusher:
         pusher.release()
-    with pytest.raises(StateError, match="it no longer holds the bytes of version 1"):
+    with pytest.raises(StateError, match="it serves version 1, or its memory was released or is short"):
         _join(holder.url, engine.url)
     _push(holder, 1)
     _works(holder, engine)
@@ -112,7 +112,7 @@ def test_a_holder_that_serves_no_consistent_version(holder: ToyEngine, engine: T
     holder.fault(1, "fail", 2)
     with pytest.raises(EngineError, match="is left paused"):
         _push(holder, 3)
-    with pytest.raises(StateError, match=r"it serves no consistent version .*push to it again first"):
+    with pytest.raises(StateError, match=r"it serves no consistent version .*push into it first"):
         _join(holder.url, engine.url)
     # Nor does the other worker, which could give, keep it.
     for version in (3, 4, 1):

@@ -67,10 +67,6 @@ class PushLifecycle:
         """Whether the push may have changed the model, or is about to."""
         return self._state not in (PushState.IDLE, PushState.RECEIVING, PushState.VERIFIED)
 
-    def is_changing(self, transaction: str) -> bool:
-        """Return whether the latest push is this one, and has begun to change the model."""
-        return self.has_begun and transaction == self.transaction
-
     def check(self, request: str, transaction: str) -> None:
         """Raise ``EngineError`` if a request comes from an older push, or one that has ended, and ``StateError`` if it
         is not its turn."""
@@ -83,32 +79,21 @@ class PushLifecycle:
 
     def begin(self, transaction: str = "") -> None:
         """A push replaces the one before; without a name, there is none."""
-        self._move(PushState.IDLE)
+        self.move(PushState.IDLE)
         self.transaction = transaction
-
-    def receive(self) -> None:
-        """There is memory, into which senders may write."""
-        self._move(PushState.RECEIVING)
-
-    def verify(self) -> None:
-        """Every byte is there."""
-        self._move(PushState.VERIFIED)
 
     def change(self) -> None:
         """The engine is about to pause, or to load. Without effect when the push has begun to change the model."""
         if self._state in _CHANGING:
-            self._move(_CHANGING[self._state])
-
-    def apply(self) -> None:
-        """The worker serves the version."""
-        self._move(PushState.APPLIED)
+            self.move(_CHANGING[self._state])
 
     def end(self) -> None:
         """Nothing of the push is applied any more. Without effect when it has changed nothing, or has ended."""
         if PushState.ENDED in _TRANSITIONS[self._state]:
-            self._move(PushState.ENDED)
+            self.move(PushState.ENDED)
 
-    def _move(self, to: PushState) -> None:
+    def move(self, to: PushState) -> None:
+        """Go to another state."""
         if to not in _TRANSITIONS[self._state]:
             raise AssertionError(f"a push cannot go from {self._state.name} to {to.name}")
         self._state = to

@@ -110,21 +110,10 @@ class PeerSource:
     def __init__(self) -> None:
         self._transfers: dict[str, _Transfer] = {}
 
-    def hold(self, message: Mapping[str, Any], served: HeldVersion | None, inconsistent_reason: str) -> dict[str, Any]:
+    def hold(self, message: Mapping[str, Any], served: HeldVersion) -> dict[str, Any]:
         """Describe the served version (``PushSource.describe``) and the dtypes of its boxes. Its bytes stay unchanged
         for ``hold_s`` seconds and while they are sent."""
         self._end_expired()
-        if inconsistent_reason:
-            raise StateError(f"it serves no consistent version ({inconsistent_reason}); push to it again first")
-        if served is None:
-            raise StateError(
-                "it serves what it started with, so it has no bytes to send; push into it first, or use another engine"
-            )
-        if served.arena is None:
-            raise StateError(
-                f"it no longer holds the bytes of version {served.version!r} that it serves, as its memory was "
-                "released or is short; push into it again, or use another engine"
-            )
         source = ArenaSource(served)
         self._transfers[message["transaction"]] = _Transfer(served.arena, source, message["hold_s"])
         types = [dtype.name for dtype in source.types]

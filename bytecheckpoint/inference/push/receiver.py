@@ -24,7 +24,7 @@ from ...telemetry.trace import notify
 from .engine_model import ChunkedTensors, EngineModel, LoadRecord, record_load
 from .layout import ChunkStore, Waves
 from .leases import PauseLease
-from .lifecycle import PushLifecycle
+from .lifecycle import PushLifecycle, PushState
 from .memory import STREAMED, HeldVersion, MemoryPolicy, VersionStore
 from .messages import PROTOCOL, FailureResponse, Table, decode, encode, pack_parts
 from .peer_source import PeerSource
@@ -112,9 +112,13 @@ class Receiver:
         served = self._versions.served
         if served is not None:
             answer |= {"version": served.version, "applied_by": served.applied_by}
-        answer["inconsistent_reason"] = self._inconsistent_reason or (base._inconsistent_reason if base else "")
-        answer["asleep"] = sorted(self._model.asleep())
-        answer["transaction"] = self._push.transaction
+        answer |= {
+            "inconsistent_reason": self._inconsistent_reason or (base._inconsistent_reason if base else ""),
+            "asleep": sorted(self._model.asleep()),
+            "transaction": self._push.transaction,
+            "has_begun": self._push.has_begun,
+            "has_sender": self._lease is not None and self._lease.is_connected,
+        }
         answer["seconds"] = time.monotonic() - begin
         return encode(answer)
 
@@ -159,38 +163,30 @@ class Receiver:
         policy = MemoryPolicy(message["memory"], message["sharers"][self.id])
         mode = message["mode"] or policy.choose_mode(layout.nbytes, self._versions.held)
         version = self._versions.begin(table, layout, mode, self._source.reads)
-        self._push.receive()
+        self._push.move(PushState.RECEIVING)
+        answer = {"mode": mode, "tokens": self._versions.tokens, "known": [], "served": []}
         if mode == STREAMED:
             waves = policy.ring(layout)
             self._ring = _open_ring(message, waves, record, self._device)
-            return {
-                "mode": mode,
-                "known": [],
-                "served": [],
+            return answer | {
                 "arena": self._ring.memory,
                 "endpoint": self._ring.endpoint,
-                "tokens": [],
                 "ring": [waves.slots, waves.slot_bytes],
                 "group": self._member.name,
             }
+        assert version.arena is not None
         self._server = ChunkServer(version.chunks, message["deadline_s"])
-        known, version.digests = version.digests, []
+        answer |= {"arena": version.arena.address, "endpoint": self._server.endpoint, "known": version.digests}
+        version.digests = []
         served = self._versions.served
-        is_same = served is not None and served.layout.digest == digest and served.arena is not None
-        return {
-            "mode": mode,
-            "arena": version.arena and version.arena.address,
-            "endpoint": self._server.endpoint,
-            "tokens": self._versions.tokens,
-            "known": known,
-            "served": served.digests if served is not None and is_same else [],
-        }
+        if served is not None and served.layout.digest == digest and served.arena is not None:
+            answer["served"] = served.digests
+        return answer
 
     def _join_group(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Join a group and receive from it into the ring buffer."""
         layout = self._current("join_group", message).layout
-        if self._ring is None:
-            raise StateError("a group without a ring buffer; nothing was sent")
+        assert self._ring is not None
         number = message["members"][self.id]
         self._member.begin(GroupAddress(*message["address"]), number, layout.receptions, self._ring)
         return {}
@@ -210,7 +206,7 @@ class Receiver:
                 f"sent: {names}; the version was not applied, push it again"
             )
         version.version, version.digests, version.finite = message["version"], digests, message["finite"]
-        self._push.verify()
+        self._push.move(PushState.VERIFIED)
         return {}
 
     def _apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,8 +226,7 @@ class Receiver:
     def _stream(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Load the chunks that arrive in the ring buffer, each of them verified."""
         version, ring = self._current("stream", message), self._ring
-        if ring is None:
-            raise StateError("stream without a ring buffer; nothing was applied")
+        assert ring is not None
         self._check_awake()
         version.version, version.finite = message["version"], message["finite"]
         self._push.change()
@@ -252,7 +247,7 @@ class Receiver:
 
     def _serve_next(self) -> None:
         self._versions.serve_next(self._push.transaction)
-        self._push.apply()
+        self._push.move(PushState.APPLIED)
 
     def _load(self, version: HeldVersion, store: ChunkStore) -> None:
         self._inconsistent_reason = f"version {version.version!r} was being applied"
@@ -308,23 +303,22 @@ class Receiver:
             self._inconsistent_reason = f"{reason}; the rollback failed too: {type(error).__name__}: {error}"
 
     def _revert(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Roll back the version that this transaction applied, if it did and a rollback is possible."""
+        """Return from the version that this transaction applied, if it did, to the one before, if that is possible."""
         versions, transaction = self._versions, message["transaction"]
         # When another transaction has begun, its senders may be writing into the memory of the version before.
         if transaction != self._push.transaction or not versions.was_applied_by(transaction):
-            return {"reverted": False}
+            return {}
         assert versions.served is not None
         self._push.end()
         reason = f"version {versions.served.version!r} was reverted"
         if versions.before is not None:
             self._return(reason)
-            return {"reverted": True}
+            return {}
         self._inconsistent_reason = reason  # stays if `restore` raises
-        is_reverted = self._restore()
-        self._inconsistent_reason = ""
-        if is_reverted:
+        if self._restore():
             versions.revert()
-        return {"reverted": is_reverted}
+        self._inconsistent_reason = ""
+        return {}
 
     def _take_lease(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Hold the lease for a pause of the engine, in one worker of it."""
@@ -337,20 +331,16 @@ class Receiver:
         self._lease = PauseLease(message["address"], message["transaction"], message["seconds"])
         return {"lease": [self._lease.endpoint, self._lease.unreachable]}
 
-    def _status(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        has_sender = self._lease is not None and self._lease.is_connected
-        return {"has_begun": self._push.has_begun, "has_sender": has_sender}
-
     def _resolve(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """End the transaction of a sender that is gone: nothing of it is applied any more. One that has not begun to
         change weights continues, because its sender may be alive."""
         transaction = message["transaction"]
         if self._lease is not None and self._lease.transaction == transaction:
             self._end_lease()
-        if self._push.is_changing(transaction):
+        if self._push.has_begun and self._push.transaction == transaction:
             self._stop_listening()
             self._push.end()
-        return self._status(message)
+        return {}
 
     def _end_lease(self) -> None:
         if self._lease is not None:
@@ -410,6 +400,16 @@ class Receiver:
             self._member.end()
             self._ring = None
 
+    def _hold(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Describe the served version to engines that join, and keep its bytes for them."""
+        served = self._versions.served
+        if self._inconsistent_reason or served is None or served.arena is None:
+            raise StateError(
+                f"it has no bytes to send, as it {self._serving()}, or its memory was released or is short; push into "
+                "it first, or use another engine"
+            )
+        return self._source.hold(message, served)
+
     def _finish(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """End a stream after all senders have finished."""
         self._stop_listening()
@@ -425,13 +425,13 @@ class Receiver:
         "finish": _finish,
         "lease": _take_lease,
         "end_lease": _release_lease,
-        "status": _status,
+        "status": lambda self, message: {},
         "resolve": _resolve,
         "revert": _revert,
         "rollback": _return_to_before,
         "state": _state,
         "release": _release,
-        "hold": lambda self, message: self._source.hold(message, self._versions.served, self._inconsistent_reason),
+        "hold": _hold,
         "send": lambda self, message: self._source.send(message, self.id),
         "send_status": lambda self, message: self._source.send_status(message),
         "release_hold": lambda self, message: self._source.release(message),
