@@ -23,15 +23,14 @@ _log = logging.getLogger(__name__)
 class EngineCommit:
     """The second phase of the commit on one engine: ``load``, then ``finish`` or ``undo``, once each.
 
-    An engine whose consistency is unknown is left paused, and so is one that ``was_inconsistent`` before and cannot be
-    paused. When the engine answers after the coordinator ``is_abandoned``, the next push may have begun, and this one
-    sends it no further request. ``holder`` is the receiver of the engine's first worker, which holds the lease.
+    An engine that serves no consistent version, or of which that is unknown, is left paused. When the engine answers
+    after the coordinator ``is_abandoned``, the next push may have begun, and this one sends it no further request.
+    ``holder`` is the receiver of the engine's first worker, which holds the lease.
     """
 
     engine: Engine
     message: Mapping[str, Any]
     holder: str
-    was_inconsistent: bool = False
     is_abandoned: Callable[[], bool] = lambda: False
     _lease: HeldLease | None = field(default=None, init=False)
     _is_paused: bool = field(default=False, init=False)
@@ -54,8 +53,7 @@ class EngineCommit:
         try:
             engine.pause(budget.left)
         except BytecheckpointError as error:
-            if not self.was_inconsistent:
-                self._explain(error, self._resume(None, _CLEANUP_S, changed=False))
+            self._explain(error, self._resume(None, _CLEANUP_S, changed=False))
             return error
         self._is_paused = True
         notify("push.apply.paused", "point")
@@ -153,7 +151,9 @@ class EngineCommit:
         Returns why it does not resume; empty if it does."""
         engine, budget = self.engine, Budget(wait_s)
         try:
-            check_own(engine, ask(engine, "status", {}, budget.left), self.message["transaction"])
+            answers = ask(engine, "status", {}, budget.left)
+            check_own(engine, answers, self.message["transaction"])
+            check_consistent(engine, answers)
             engine.resume(version, budget.left, changed=changed)
         except BytecheckpointError as error:
             self.abandon()

@@ -209,9 +209,9 @@ class PushCoordinator:
         unless the push ``is_abandoned``.
         """
         message = {"transaction": self._transaction, "version": version, "finite": self.finite}
+        first = {worker.engine: worker.receiver for worker in reversed(self.bound.workers)}  # of each engine
         commits = [
-            EngineCommit(engine, message, holder, was_inconsistent, is_abandoned)
-            for engine, (holder, was_inconsistent) in zip(self._engines, self._first_workers(), strict=True)
+            EngineCommit(engine, message, first[number], is_abandoned) for number, engine in enumerate(self._engines)
         ]
         self._commit(commits, request, budget, is_abandoned)
 
@@ -247,14 +247,6 @@ class PushCoordinator:
             first = first_cause(failed)
             first.args = ("\n".join(str(error) for error in (first, *(one for one in failed if one is not first))),)
             raise first
-
-    def _first_workers(self) -> list[tuple[str, bool]]:
-        """Return, for each engine, the receiver of its first worker and whether it serves no consistent version."""
-        found: dict[int, tuple[str, bool]] = {}
-        for worker, answer in zip(self.bound.workers, self._answers, strict=True):
-            holder, was_inconsistent = found.get(worker.engine, (worker.receiver, False))
-            found[worker.engine] = holder, was_inconsistent or bool(answer["inconsistent_reason"])
-        return [found[number] for number in range(len(self._engines))]
 
     def report(self, outcomes: Sequence[SenderResult], version: int | str, seconds: dict[str, float]) -> PushReport:
         nbytes, written = self.assignments.nbytes_by_fate(outcomes, is_broadcast=self._group is not None)
