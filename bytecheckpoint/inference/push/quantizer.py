@@ -41,12 +41,13 @@ from .transports.cuda_ipc import synchronize
 
 
 class _Fetch(NamedTuple):
-    """``box`` of a tensor, which write ``number`` needs. If ``grid`` is given, its maxima are found from the box."""
+    """``box`` of a tensor, which write ``number`` needs. If ``grid`` is given, the box has all elements of these
+    blocks, whose maxima are found from it."""
 
     number: int
     name: str
     box: Box
-    grid: Box | None
+    grid: Box | None = None
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,19 @@ class Quantizer:
         for number, write in enumerate(writes):
             if write.name in self._scaled:
                 name = self._scaled[write.name]
-                found += [_Fetch(number, name, *both) for both in self._tensor(name).missing_scales(write.box)]
+                grids = self._tensor(name).claim_held(write.box)
+                found += [_Fetch(number, name, self._elements_of(name, grid), grid) for grid in grids]
             elif self._quantizes(write):
-                found.append(_Fetch(number, write.name, *self._tensor(write.name).missing(write.box)))
+                grid = blocks_of(write.box, self._blocks[write.name])
+                is_new = self._tensor(write.name).claim(grid)
+                box = self._elements_of(write.name, grid) if is_new else write.box
+                found.append(_Fetch(number, write.name, box, grid if is_new else None))
             else:
-                found.append(_Fetch(number, write.name, write.box, None))
+                found.append(_Fetch(number, write.name, write.box))
         return found
+
+    def _elements_of(self, name: str, grid: Box) -> Box:
+        return elements_of(grid, self._shapes[name], self._blocks[name])
 
     def elements(
         self, writes: Sequence[Write], fetches: Sequence[_Fetch], fetched: Sequence[torch.Tensor], threads: Executor
@@ -172,16 +180,14 @@ class Quantizer:
         fetch, elements = pair
         assert fetch.grid is not None
         tensor = self._tensors[fetch.name]
-        box = elements_of(fetch.grid, tensor.shape, tensor.blocks)
-        part = elements[box.relative_to(fetch.box).slices()]
-        tensor.set_maxima(fetch.grid, maxima_of(part, box, tensor.blocks, self._scratch))
+        tensor.set_maxima(fetch.grid, maxima_of(elements, fetch.box, tensor.blocks, self._scratch))
 
 
 class _Tensor:
-    """The ``maxima`` of a tensor's blocks. A block is claimed by the fetch that finds its maximum."""
+    """The ``maxima`` of a tensor's blocks. A block is claimed by the first fetch that finds its maximum."""
 
     def __init__(self, shape: tuple[int, ...], blocks: Blocks, held: Sequence[Box]) -> None:
-        self.shape, self.blocks, self.held = shape, blocks, held
+        self.blocks, self._held = blocks, held
         self.maxima = torch.zeros(grid_of(shape, blocks), dtype=torch.float32)
         self._claimed = np.zeros(tuple(self.maxima.shape), bool)
 
@@ -189,34 +195,16 @@ class _Tensor:
         self.maxima[grid.slices()] = maxima
         self._claimed[grid.slices()] = True
 
-    def missing(self, box: Box) -> tuple[Box, Box | None]:
-        """Return the box to fetch in order to quantize ``box``, and the blocks whose maxima it provides."""
-        grid = self._claim(blocks_of(box, self.blocks))
-        return (box, None) if grid is None else (_hull(box, elements_of(grid, self.shape, self.blocks)), grid)
+    def claim(self, grid: Box) -> bool:
+        """Claim the blocks at ``grid``. Returns whether any of them was not claimed before."""
+        was_claimed = bool(self._claimed[grid.slices()].all())
+        self._claimed[grid.slices()] = True
+        return not was_claimed
 
-    def missing_scales(self, grid: Box) -> list[tuple[Box, Box]]:
-        """Return the boxes to fetch for the scales at ``grid``; nothing for blocks that were quantized before."""
-        found = []
-        for box in self.held:
-            common = blocks_of(box, self.blocks).intersect(grid)
-            claimed = None if common is None else self._claim(common)
-            if claimed is not None:
-                found.append((elements_of(claimed, self.shape, self.blocks), claimed))
-        return found
-
-    def _claim(self, grid: Box) -> Box | None:
-        """Claim the smallest box that contains all unclaimed blocks of ``grid``."""
-        unclaimed = ~self._claimed[grid.slices()]
-        if not unclaimed.any():
-            return None
-        offsets, lengths = [], []
-        for d in range(unclaimed.ndim):
-            used = np.flatnonzero(unclaimed.any(axis=tuple(other for other in range(unclaimed.ndim) if other != d)))
-            offsets.append(grid.offsets[d] + int(used[0]))
-            lengths.append(int(used[-1]) + 1 - int(used[0]))
-        found = Box(tuple(offsets), tuple(lengths))
-        self._claimed[found.slices()] = True
-        return found
+    def claim_held(self, grid: Box) -> list[Box]:
+        """Claim the blocks at ``grid``. Returns those of each held box, if any of them was not claimed before."""
+        common = (blocks_of(box, self.blocks).intersect(grid) for box in self._held)
+        return [one for one in common if one is not None and self.claim(one)]
 
 
 def holdings_of_blocks(
@@ -266,9 +254,3 @@ def plan_exchange(
 
 def torch_dtype_of(write: Write) -> torch.dtype:
     return torch_dtype(BasicMeta(write.dtype, ()))
-
-
-def _hull(box: Box, other: Box) -> Box:
-    """Return the smallest box that contains both."""
-    offsets = tuple(map(min, box.offsets, other.offsets))
-    return Box.unchecked(offsets, tuple(max(a, b) - o for a, b, o in zip(box.stops, other.stops, offsets, strict=True)))
