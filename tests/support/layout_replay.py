@@ -43,6 +43,7 @@ def replay_from_parts(
                 break
         else:
             assert found is not None, source.name
+            assert found.order is not None
             part = sent[source.name, found.box, parameter.dtype.name]
             turned = part.reshape([placement.view.shape[d] for d in found.order])
             target.permute(found.order).copy_(turned)

@@ -114,6 +114,7 @@ class PeerSource:
         """Describe the served version (``PushSource.describe``) and the dtypes of its boxes. Its bytes stay unchanged
         for ``hold_s`` seconds and while they are sent."""
         self._end_expired()
+        assert served.arena is not None
         source = ArenaSource(served)
         self._transfers[message["transaction"]] = _Transfer(served.arena, source, message["hold_s"])
         types = [dtype.name for dtype in source.types]
