@@ -215,19 +215,20 @@ def _connect(address: GroupAddress) -> Store:
     raise failure
 
 
-def _meet(store: Store, name: str, rank: int, size: int, wait_s: float) -> None:
-    """Wait until all members are there. NCCL itself would wait for a missing one without a bound."""
-    store.set(f"here/{name}/{rank}", "")
-    store.wait([f"here/{name}/{member}" for member in range(size)], timedelta(seconds=wait_s))
+def _meet(store: Store, name: str, rank: int, size: int, wait_s: float, value: str = "") -> list[str]:
+    """Wait until all members are there, and return their values. NCCL itself would wait for a missing one without a
+    bound."""
+    keys = [f"here/{name}/{member}" for member in range(size)]
+    store.set(keys[rank], value)
+    store.wait(keys, timedelta(seconds=wait_s))
+    return [store.get(key).decode() for key in keys] if value else []
 
 
 def refuse_shared_devices(store: Store, rank: int, size: int, device: str, wait_s: float) -> None:
     """Raise ``RuntimeError``, in all members, if two of them use one device: NCCL would fail late, or not return."""
-    store.set(f"device/{rank}", device)
-    store.wait([f"device/{member}" for member in range(size)], timedelta(seconds=wait_s))
     members: dict[str, list[int]] = {}
-    for member in range(size):
-        members.setdefault(store.get(f"device/{member}").decode(), []).append(member)
+    for member, name in enumerate(_meet(store, "device", rank, size, wait_s, device)):
+        members.setdefault(name, []).append(member)
     for name, same in members.items():
         if len(same) > 1:
             raise RuntimeError(
@@ -279,25 +280,15 @@ class _Nccl(Group):
             with torch.cuda.device(self.device):
                 group.eager_connect_single_device(self.device)
 
-        # NCCL waits without a bound for a member that ends in the meantime.
-        error = _run_in_thread(connect, self._wait_s)
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # breaks the reference cycle with this frame
+        _run_in_thread(connect, self._wait_s)  # NCCL waits without a bound for a member that ends in the meantime
         return group
 
     def _run(self, group: Any, operations: Callable[[Any], list[Any]], check: Check) -> None:
         # After a failure inside a coalesced block, NCCL keeps its state in the thread that opened the block.
-        error = _run_in_thread(lambda: self._run_coalesced(group, operations, check))
         try:
-            if isinstance(error, RuntimeError):
-                raise TransportBroken(f"the group broke: {error}") from error
-            if error is not None:
-                raise error
-        finally:
-            del error  # breaks the reference cycle with this frame
+            _run_in_thread(lambda: self._run_coalesced(group, operations, check))
+        except RuntimeError as error:
+            raise TransportBroken(f"the group broke: {error}") from error
 
     def _run_coalesced(self, group: Any, operations: Callable[[Any], list[Any]], check: Check) -> None:
         with torch.cuda.device(self.device):
@@ -338,12 +329,15 @@ def _without_watchdog() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _run_in_thread(function: Callable[[], None], wait_s: float | None = None) -> BaseException | None:
-    """Return what ``function`` raised, or a ``RuntimeError`` after ``wait_s``; the thread then continues unobserved."""
+def _run_in_thread(function: Callable[[], None], wait_s: float | None = None) -> None:
+    """Raise what ``function`` raises, or ``RuntimeError`` after ``wait_s``; the thread then continues unobserved."""
     called = run_daemon(function, "bcp-push-nccl")
-    if not wait([called], wait_s).done:
-        return RuntimeError(
-            f"NCCL took longer than {wait_s:g} s; has a member ended, or does NCCL_SOCKET_IFNAME name no interface by "
-            "which the members reach each other?"
-        )
-    return called.exception()
+    try:
+        if not wait([called], wait_s).done:
+            raise RuntimeError(
+                f"NCCL took longer than {wait_s:g} s; has a member ended, or does NCCL_SOCKET_IFNAME name no interface "
+                "by which the members reach each other?"
+            )
+        called.result()
+    finally:
+        del called  # breaks the reference cycle with this frame
