@@ -75,7 +75,7 @@ class Join(Push):
             raise StateError(f"workers of {self.holder.name} serve different versions: {versions}; push to it again")
         self._workers = [answer["receiver"] for answer in answers]
         self._is_checked = all(answer["finite"] for answer in answers)
-        self._held = [_types(answer["description"], answer["types"]) for answer in answers]
+        self._held = [_types(answer["description"]) for answer in answers]
         descriptions = [answer["description"] for answer in answers]
         coordinator.set_sources([xxhash.xxh3_128_digest(one) for one in descriptions], descriptions)
         coordinator.describe(self.early_budget, strict=self.strict)
@@ -193,9 +193,9 @@ class Join(Push):
             pause_s = min(1.5 * pause_s, _LAST_POLL_S)
 
 
-def _types(description: bytes, types: list[str]) -> dict[str, list[HeldType]]:
+def _types(description: bytes) -> dict[str, list[HeldType]]:
     """Return the boxes of one worker and their dtypes, by tensor."""
-    _, boxes, _, _ = msgpack.unpackb(description, use_list=False)
+    _, boxes, _, types = msgpack.unpackb(description, use_list=False)
     found: dict[str, list[HeldType]] = {}
     for (name, *box), dtype in zip(boxes, types, strict=True):
         found.setdefault(name, []).append((Box(*box), find_dtype(dtype)))

@@ -63,12 +63,8 @@ class ArenaSource(PushSource):
         self._parts: dict[str, list[int]] = {}
         for number, part in sorted(parts, key=lambda one: one[1].dtype != stored.get(one[1].name)):
             self._parts.setdefault(part.name, []).append(number)
-        self.held = [(name, self._layout.parts[part].box) for name, parts in self._parts.items() for part in parts]
-
-    @property
-    def types(self) -> list[DType]:
-        """The dtypes of ``held``, in its order."""
-        return [self._layout.parts[part].dtype for parts in self._parts.values() for part in parts]
+        held = [self._layout.parts[number] for numbers in self._parts.values() for number in numbers]
+        self.held, self.types = [(part.name, part.box) for part in held], [part.dtype for part in held]
 
     def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """Raises ``CorruptionError`` when memory has changed since the push."""
@@ -111,14 +107,13 @@ class PeerSource:
         self._transfers: dict[str, _Transfer] = {}
 
     def hold(self, message: Mapping[str, Any], served: HeldVersion) -> dict[str, Any]:
-        """Describe the served version (``PushSource.describe``) and the dtypes of its boxes. Its bytes stay unchanged
-        for ``hold_s`` seconds and while they are sent."""
+        """Describe the served version (``PushSource.describe``). Its bytes stay unchanged for ``hold_s`` seconds and
+        while they are sent."""
         self._end_expired()
         assert served.arena is not None
         source = ArenaSource(served)
         self._transfers[message["transaction"]] = _Transfer(served.arena, source, message["hold_s"])
-        types = [dtype.name for dtype in source.types]
-        return {"description": source.describe(), "types": types, "finite": served.finite}
+        return {"description": source.describe(), "finite": served.finite}
 
     def reads(self, version: HeldVersion) -> bool:
         """Return whether a transfer still needs the bytes of ``version``."""

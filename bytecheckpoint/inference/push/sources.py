@@ -15,6 +15,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.renaming import NameMap, Rename
 from ...errors import NameNotFoundError, PlanError, StateError, UsageError
 from ...frameworks.sections import resolve_sections
+from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ...tensors.shards import SectionSource, Shard, torch_dtype
 from .messages import Table
@@ -30,6 +31,8 @@ class PushSource(ABC):
     table: Table
     held: list[tuple[str, Box]]
     pinned: frozenset[str] = frozenset()
+    types: Sequence[DType] = ()
+    """The dtypes of ``held`` where they are not those of ``table``."""
     replicated = False
     """Whether every sender holds all tensors."""
     unmatched: Sequence[str] = ()
@@ -42,7 +45,8 @@ class PushSource(ABC):
     def describe(self) -> bytes:
         """Return a description for the coordinator. Equal descriptions lead to equal plans."""
         held = [(name, *box) for name, box in self.held]
-        packed: bytes = msgpack.packb([self.table.packed, held, sorted(self.pinned), self.replicated])
+        types = [dtype.name for dtype in self.types]
+        packed: bytes = msgpack.packb([self.table.packed, held, sorted(self.pinned), types])
         return packed
 
     def fingerprint(self) -> bytes:
