@@ -289,9 +289,7 @@ def test_a_worker_stopped_while_its_weights_change(engine: ToyEngine) -> None:
     stopped = engine.look()["pids"][1]
     engine.fault(1, "stop in apply")
     with Pusher(HttpEngine(engine.url), deadline_s=time_limit(3)) as pusher:
-        with pytest.raises(
-            DeadlineError, match=r"unknown what .* serves now; .* paused.*`bcp push --resume http"
-        ):
+        with pytest.raises(DeadlineError, match=r"unknown what .* serves now; .* paused.*`bcp push --resume http"):
             pusher.push(ToyTrainee(2), version=2)
         os.kill(stopped, signal.SIGCONT)
         until(lambda: not engine.paused, "resumed, because its worker answers again")

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import BytecheckpointError, EngineError
 from ...telemetry.trace import notify
 from .engines.base import Budget, Engine, ask, ask_all, failures_of
-from .leases import HeldLease, Inconsistent, check_consistent, check_own, push_command, resolve, resume_command
+from .leases import HeldLease, Inconsistent, check_consistent, check_own, resolve, resume_command
 from .messages import first_cause
 
 _CLEANUP_S = 5.0  # at least, for requests that must still reach an engine when the time of the stage is up
@@ -138,7 +138,7 @@ class EngineCommit:
             serves, is_reverted = self._revert(budget)
         except Inconsistent as error:
             self._end_lease()
-            return f"{error}\n  {self.engine.name} is left paused; {push_command(self.engine)}"
+            return str(error)
         except BytecheckpointError as error:
             return str(self._unknown(error))
         if is_reverted:

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from ...errors import BytecheckpointError, ControlError, EngineError, StateError
+from ...errors import BytecheckpointError, ControlError, StateError
 from ...runtime.threads import Threads
 from .commit import EngineCommit
 from .engines.base import Budget, Engine, ask, check_awake
 from .layout import Holding
-from .leases import push_command, resolve
+from .leases import resolve
 from .memory import DOUBLE, STREAMED, Mode
 from .messages import Table, first_cause
 from .plan import Assignments, BoundPlan, Worker, merge_descriptions, plan_push
@@ -290,14 +290,7 @@ class PushCoordinator:
 
     def resume(self, budget: Budget) -> list[int | str | None]:
         """End a push whose sender is gone, and resume all engines. Returns what they serve."""
-        return self._on_engines(lambda engine: self._resolve(engine, budget))
-
-    @staticmethod
-    def _resolve(engine: Engine, budget: Budget) -> int | str | None:
-        try:
-            return resolve(engine, budget.left)
-        except EngineError as error:
-            raise EngineError(f"{error}\n  {push_command(engine)}") from error
+        return self._on_engines(lambda engine: resolve(engine, budget.left))
 
     def close(self) -> None:
         if self._rendezvous is not None:

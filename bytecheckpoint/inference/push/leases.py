@@ -113,11 +113,12 @@ def check_own(engine: Engine, answers: Sequence[Mapping[str, Any]], transaction:
 def check_consistent(engine: Engine, answers: list[dict[str, Any]]) -> int | str | None:
     """Return the version that all workers serve. Raises ``Inconsistent`` if there is none."""
     reasons = [answer["inconsistent_reason"] for answer in answers if answer["inconsistent_reason"]]
+    left = f"\n  {engine.name} is left paused; {push_command(engine)}"
     if reasons:
-        raise Inconsistent(f"{engine.name} serves no consistent version: {reasons[0]}")
+        raise Inconsistent(f"{engine.name} serves no consistent version: {reasons[0]}{left}")
     if len({answer["applied_by"] for answer in answers}) > 1:
         versions = ", ".join(f"{answer['version']!r}" for answer in answers)
-        raise Inconsistent(f"workers of {engine.name} serve different versions: {versions}")
+        raise Inconsistent(f"workers of {engine.name} serve different versions: {versions}{left}")
     version: int | str | None = answers[0]["version"]
     return version
 
@@ -173,7 +174,7 @@ class PauseLease(Acceptor):
         except StateError as error:
             _log.warning("push: the sender %s: %s", why, error)
         except BytecheckpointError as error:
-            _log.error("push: the sender %s; %s is left paused: %s; %s", why, engine.name, error, push_command(engine))
+            _log.error("push: the sender %s; %s is left paused: %s", why, engine.name, error)
         finally:
             engine.close()
 
