@@ -57,7 +57,7 @@ class Sender:
     def __init__(self, ring: RingBuffer, waves: Waves, *, shared: bool, deadline_s: float = time_limit(10)) -> None:
         self.waves = waves
         self.transport = TcpTransport(
-            ring.endpoint, deadline_s, slots=waves.slots, memory=ring.memory if shared else None
+            ring.endpoint, deadline_s, slots=waves.slots, memory=ring.address if shared else None
         )
 
     def write(self, chunk: int, damage: int = 0) -> None:
@@ -276,8 +276,8 @@ def test_a_device_failure_is_reported() -> None:
         with pytest.raises(EngineError, match="receiving failed: RuntimeError: out of memory"):
             ring.get(0)
         ring.close()
-    assert ring.memory is not None
-    assert attach(ring.memory) is None
+    assert ring.address is not None
+    assert attach(ring.address) is None
 
 
 def test_nothing_is_written_after_a_failure() -> None:

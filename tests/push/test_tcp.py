@@ -20,12 +20,7 @@ from bytecheckpoint.inference.push.layout import Layout
 from bytecheckpoint.inference.push.transports import acceptor
 from bytecheckpoint.inference.push.transports.acceptor import connect
 from bytecheckpoint.inference.push.transports.base import ChunkTarget, OutgoingChunk
-from bytecheckpoint.inference.push.transports.shared_memory import (
-    ArenaChunks,
-    SharedArena,
-    SharedMemoryTransport,
-    attach,
-)
+from bytecheckpoint.inference.push.transports.shared_memory import ArenaChunks, SharedArena, attach
 from bytecheckpoint.inference.push.transports.tcp import FAILED, FRAME, STATUS, TAKEN, ChunkServer, TcpTransport
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
@@ -164,4 +159,3 @@ def test_an_arena_is_opened_only_with_its_token() -> None:
     arena.close()
     assert attach(address) is None
     mapped[8] = 9  # a late sender writes into memory that still exists
-    assert SharedMemoryTransport.open(address) is None

@@ -112,10 +112,10 @@ def box_of(shape: Sequence[int], view: StridedView) -> BoxView | None:
     """The box that ``view`` of a tensor of ``shape`` shows, each element once; None if there is no such box."""
     order = tuple(sorted(range(len(view.shape)), key=lambda d: (-view.strides[d], d)))
     if view.numel == 0:
-        return BoxView(Box((0,) * len(shape), _empty(shape)), order)
-    offsets = _index_of(view.offset, shape)
-    lengths = [1] * len(shape)
+        return BoxView(Box((0,) * len(shape), (0, *shape[1:])), order)
     strides = row_major_strides(shape)
+    offsets = [view.offset // stride % size if size else 0 for stride, size in zip(strides, shape, strict=True)]
+    lengths = [1] * len(shape)
     innermost = len(shape)  # dimensions from here on have their final length
     for size, stride in reversed(_runs(view, order)):
         at = _dimension(stride, strides, shape, innermost)
@@ -156,14 +156,3 @@ def _runs(view: StridedView, order: Sequence[int]) -> list[tuple[int, int]]:
 def _dimension(stride: int, strides: Sequence[int], shape: Sequence[int], below: int) -> int | None:
     """The last dimension before ``below`` that has this stride and more than one element."""
     return next((d for d in reversed(range(below)) if strides[d] == stride and shape[d] > 1), None)
-
-
-def _index_of(offset: int, shape: Sequence[int]) -> list[int]:
-    index = []
-    for stride, size in zip(row_major_strides(shape), shape, strict=True):
-        index.append(offset // stride % size if size else 0)
-    return index
-
-
-def _empty(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(0 if d == 0 else size for d, size in enumerate(shape))

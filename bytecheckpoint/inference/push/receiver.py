@@ -169,7 +169,7 @@ class Receiver:
             waves = policy.ring(layout)
             self._ring = _open_ring(message, waves, record, self._device)
             return answer | {
-                "arena": self._ring.memory,
+                "arena": self._ring.address,
                 "endpoint": self._ring.endpoint,
                 "ring": [waves.slots, waves.slot_bytes],
                 "group": self._member.name,

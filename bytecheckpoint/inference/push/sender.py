@@ -23,7 +23,7 @@ from .sources import PushSource
 from .transports.base import Transport, word_digests, xxh3_digests
 from .transports.cuda_ipc import compute_device
 from .transports.group import Membership
-from .transports.shared_memory import ArenaAddress, SharedMemoryTransport
+from .transports.shared_memory import ArenaAddress, SharedMemoryTransport, attach
 from .transports.tcp import TcpTransport
 from .writing import ChunkFormat, Job, check_finite, room_of, unpack_writes, write_all
 
@@ -89,9 +89,11 @@ class Sender:
         for target in self.targets:
             address = assignment.arenas[target]
             assert address is not None
-            transport = self._mapped.get(address.token) or SharedMemoryTransport.open(address)
-            if transport is not None:
-                found[target] = self._mapped[address.token] = transport
+            memory = None if address.token in self._mapped else attach(address)
+            if memory is not None:
+                self._mapped[address.token] = SharedMemoryTransport(memory)
+            if address.token in self._mapped:
+                found[target] = self._mapped[address.token]
         return found
 
     def check_before_stream(self, source: PushSource) -> None:

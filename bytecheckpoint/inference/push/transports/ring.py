@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 
-from ....control.connections import Endpoint
 from ....errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from ....tensors.geometry import Box
 from ..layout import ArrivedChunk, ChunkStore, Waves
@@ -77,14 +76,7 @@ class RingBuffer(ChunkStore):
         except BaseException:
             self._memory.close()
             raise
-
-    @property
-    def memory(self) -> ArenaAddress | None:
-        return self._memory.address
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._server.endpoint
+        self.address, self.endpoint = self._memory.address, self._server.endpoint
 
     def get(self, chunk: int) -> torch.Tensor:
         with self._changed:

@@ -152,12 +152,6 @@ class SharedMemoryTransport(Transport):
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
 
-    @classmethod
-    def open(cls, address: ArenaAddress) -> SharedMemoryTransport | None:
-        """Return None when this process cannot reach the arena."""
-        memory = attach(address)
-        return None if memory is None else cls(memory)
-
     def write(self, chunks: Sequence[OutgoingChunk]) -> None:
         for places, data, _ in chunks:
             for place in places:
