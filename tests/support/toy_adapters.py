@@ -24,16 +24,13 @@ class ToyAdapters:
 
     def __init__(self, modules: Mapping[str, int], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._layers = {name: LoraLayer(size, size) for name, size in modules.items()}
+        self.layers = {name: LoraLayer(size, size) for name, size in modules.items()}
         self._served: dict[str, LoraAdapter | None] = {}
         self.failures = 0
 
     def check(self, config: Mapping[str, Any]) -> None:
         if config.get("use_dora"):
             raise ValueError("DoRA is not supported.")
-
-    def layers(self) -> Mapping[str, LoraLayer]:
-        return self._layers
 
     def factor_of(self, name: str) -> LoraFactor | None:
         found = _NAME.fullmatch(name)

@@ -58,8 +58,9 @@ class AdapterHost(Protocol):
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise for a kind of adapter that the engine cannot serve."""
 
+    @property
     def layers(self) -> Mapping[str, LoraLayer]:
-        """Return the modules of the worker's model that can have an adapter, by the trainers' names for them."""
+        """The modules of the worker's model that can have an adapter, by the trainers' names for them."""
 
     def factor_of(self, name: str) -> LoraFactor | None:
         """Return the factor that the tensor ``name`` is, or None if the engine ignores it. Raises ``ValueError`` for a
@@ -95,7 +96,7 @@ class AdapterModel(EngineModel):
         targets = config.get("target_modules")
         if isinstance(targets, str) or targets is None or any(config.get(key) for key in _NARROWING):
             return made
-        for module, layer in self._host.layers().items():
+        for module, layer in self._host.layers.items():
             if layer.named and layer.inputs is not None and layer.outputs is not None and _is_target(module, targets):
                 rank = _rank_of(config, module)
                 for leaf, shape in (("lora_A", (rank, layer.inputs)), ("lora_B", (layer.outputs, rank))):
@@ -133,7 +134,7 @@ class AdapterModel(EngineModel):
 
     def _requested(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, LoraFactor, torch.Tensor]]:
         """Yield the tensors that this worker requests. Raises one ``MismatchError`` for all mismatches."""
-        config, layers, tensors = self._config(), self._host.layers(), dict(weights)
+        config, layers, tensors = self._config(), self._host.layers, dict(weights)
         found: dict[str, LoraFactor] = {}
         faults: list[tuple[str, str, str]] = []
         for name, tensor in tensors.items():

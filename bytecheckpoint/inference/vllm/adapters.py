@@ -54,11 +54,8 @@ class VllmAdapters:
     def check(self, config: Mapping[str, Any]) -> None:
         PEFTHelper.from_dict(dict(config)).validate_legal(self._manager.lora_config)
 
-    def layers(self) -> Mapping[str, LoraLayer]:
-        return self._layers
-
     @functools.cached_property
-    def _layers(self) -> dict[str, LoraLayer]:
+    def layers(self) -> dict[str, LoraLayer]:
         found: dict[str, LoraLayer] = {}
         for name, module in self._manager.modules.items():
             parts = self._manager.packed_modules.get(name)
