@@ -10,14 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import msgpack
+import numpy as np
 import torch
 import xxhash
 
 from ...errors import BytecheckpointError
+from ...planners.balance import choose_writers
+from ...planners.rank_sets import RankSets
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ..layouts.parts import TensorBox
@@ -175,6 +178,15 @@ class Holding(NamedTuple):
 
     box: Box
     senders: tuple[int, ...]
+
+
+def choose_senders(sizes: Sequence[int], holders: Sequence[Sequence[int]], senders: int) -> list[int]:
+    """Choose one of the ``holders`` of each item, so that the items are spread evenly by size."""
+    starts = np.cumsum([0, *map(len, holders)])
+    sets = RankSets(senders)
+    numbers = sets.add(np.fromiter(chain.from_iterable(holders), np.int64), starts)
+    chosen: list[int] = choose_writers(np.array(sizes, np.int64), numbers, sets).tolist()
+    return chosen
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ...tensors.geometry import Box
 from ..layouts.hub_names import scale_name
 from ..layouts.parts import TensorBox
 from .block_quantization import Blocks, cut_blocks
-from .layout import Holding, Layout, Waves, Write
+from .layout import Holding, Layout, Waves, Write, choose_senders
 from .messages import Table, check_faults, list_faults
 from .quantizer import MaximaExchange, pack_task
 from .transports.base import ChunkTarget
@@ -95,8 +95,10 @@ def plan_push(
         layouts.append(Layout(tuple(parts), tuple(chunks)))
         for at, chunk in enumerate(chunks):
             targets[_key(parts, chunk)].append((number, at))
-    shared = _share_out(targets, chunking.owners, senders)
-    order = tuple((sender, Write(*key, tuple(targets[key]))) for sender, key in shared)
+    sizes = [box.numel * dtype.itemsize * len(where) for (_, box, dtype), where in targets.items()]
+    chosen = choose_senders(sizes, [chunking.owners[key] for key in targets], senders)
+    writes = (Write(*key, tuple(where)) for key, where in targets.items())
+    order = tuple(zip(chosen, writes, strict=True))
     return Plan(tuple(layouts), order, senders)
 
 
@@ -193,27 +195,6 @@ class _Held:
         begin, length = (box.offsets[0], box.lengths[0]) if box.ndim else (0, 1)
         low = bisect_left(self._begins, begin - self._longest + 1)
         return self._holdings[low : bisect_left(self._begins, begin + length)]
-
-
-def _share_out(
-    targets: Mapping[_Key, Sequence[tuple[int, int]]], owners: Mapping[_Key, tuple[int, ...]], senders: int
-) -> list[tuple[int, _Key]]:
-    """Choose a sender for each chunk, and return both in the order of ``targets``. Chunks with several owners go to the
-    least loaded one, the largest chunks first."""
-    load = [0] * senders
-    chosen: dict[_Key, int] = {}
-    free: list[tuple[int, int, _Key]] = []
-    for number, (key, where) in enumerate(targets.items()):
-        weight = key[1].numel * key[2].itemsize * len(where)
-        if len(owners[key]) == 1:
-            chosen[key] = owners[key][0]
-            load[chosen[key]] += weight
-        else:
-            free.append((-weight, number, key))
-    for weight, _, key in sorted(free, key=lambda one: one[:2]):
-        chosen[key] = min(owners[key], key=lambda sender: (load[sender], sender))
-        load[chosen[key]] -= weight
-    return [(chosen[key], key) for key in targets]
 
 
 @dataclass(frozen=True)

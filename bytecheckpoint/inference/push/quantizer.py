@@ -33,7 +33,7 @@ from .block_quantization import (
     quantize,
     scales_of,
 )
-from .layout import Holding, Write
+from .layout import Holding, Write, choose_senders
 from .messages import Table
 from .sources import PushSource
 from .transports.base import THREADS
@@ -212,26 +212,17 @@ def holdings_of_blocks(
 ) -> dict[str, list[Holding]]:
     """Return ``held`` with one owner per replicated box of a quantized tensor, so that only one sender computes its
     maxima, and with the senders that can write scales."""
-    load = [0] * senders
-    found = {name: list(holdings) for name, holdings in held.items()}
-    replicated: list[tuple[int, str, Holding]] = []
-    for name in blocks:
-        for holding in held.get(name, ()):
-            if len(holding.senders) == 1:
-                load[holding.senders[0]] += holding.box.numel
-            else:
-                replicated.append((-holding.box.numel, name, holding))
-        found[name] = [holding for holding in held.get(name, ()) if len(holding.senders) == 1]
-    for weight, name, holding in sorted(replicated):
-        owner = min(holding.senders, key=lambda sender: (load[sender], sender))
-        load[owner] -= weight
+    shared = [(name, holding) for name in blocks for holding in held.get(name, ())]
+    owners = choose_senders([one.box.numel for _, one in shared], [one.senders for _, one in shared], senders)
+    found = {name: list(holdings) for name, holdings in held.items()} | {name: [] for name in blocks}
+    for (name, holding), owner in zip(shared, owners, strict=True):
         found[name].append(Holding(holding.box, (owner,)))
     for name, size in blocks.items():
         by_box: dict[Box, set[int]] = {}
-        for box, owners in found[name]:
+        for box, holders in found[name]:
             if box.numel:
-                by_box.setdefault(blocks_of(box, size), set()).update(owners)
-        found[scale_name(name)] = [Holding(box, tuple(sorted(owners))) for box, owners in by_box.items()]
+                by_box.setdefault(blocks_of(box, size), set()).update(holders)
+        found[scale_name(name)] = [Holding(box, tuple(sorted(holders))) for box, holders in by_box.items()]
     return found
 
 
