@@ -33,7 +33,6 @@ class EngineCommit:
     holder: str
     is_abandoned: Callable[[], bool] = lambda: False
     _lease: HeldLease | None = field(default=None, init=False)
-    _is_paused: bool = field(default=False, init=False)
     _applied_by: str | None = field(default=None, init=False)  # the transaction of the loaded version
 
     @property
@@ -55,7 +54,6 @@ class EngineCommit:
         except BytecheckpointError as error:
             self._explain(error, self._resume(None, _CLEANUP_S, changed=False))
             return error
-        self._is_paused = True
         notify("push.apply.paused", "point")
         try:
             answers = ask_all(engine, request, self.message, budget.left)
@@ -89,7 +87,7 @@ class EngineCommit:
         """Make the engine serve one complete version after this process was interrupted: the new one if all engines
         have loaded it (``is_complete``), else the old one. An engine that cannot revert serves the new one if it
         ``is_alone``, and is left paused otherwise. Logs what fails."""
-        if self._lease is None and not self._is_paused:
+        if self._lease is None:
             return
         try:
             budget = Budget(max(budget.left, _CLEANUP_S))
