@@ -52,6 +52,7 @@ class PushCoordinator:
         self._cuda_ipc = cuda_ipc
         self._group, self._rendezvous = group, None if group is None else GroupRendezvous(group, deadline_s)
         self._transaction = ""
+        self._known_layouts: dict[str, bytes] = {}  # their digests, by receiver
         self._answers: list[dict[str, Any]] = []
         self.mode: Mode = DOUBLE
         self.finite = True  # whether senders check values
@@ -110,49 +111,40 @@ class PushCoordinator:
         return self.mode == STREAMED
 
     def _prepare(self, budget: Budget) -> bool:
-        """Return False when a worker does not know what it requested."""
-        self._transaction = secrets.token_hex(16)
-        self._answers, mode = [], STREAMED if self._group or self._cuda_ipc else ""
-        with_layouts = False
-        while True:
-            message = self._prepare_message(mode, with_layouts=with_layouts)
-            answers = self._ask_all("prepare", message, budget)
-            if [answer["receiver"] for answer in answers] != [worker.receiver for worker in self.bound.workers]:
-                break
-            if any(answer.get("unknown") for answer in answers):
-                if with_layouts:
-                    break
-                with_layouts = True  # sent only when a worker does not know its layout
-                continue
-            for worker, answer in zip(self.bound.workers, answers, strict=True):
-                check_awake(self._engines[worker.engine], [answer])
-            modes = {answer["mode"] for answer in answers}
-            if len(modes) == 1:
-                self._answers, (self.mode,) = answers, modes
-                self.assignments = self.bound.assignments(
-                    tuple(tuple(answer["ring"]) for answer in answers if "ring" in answer)
-                )
-                return True
-            mode = STREAMED  # all workers use one mode, because they change together
-        self._requests.clear()
-        return False
-
-    def _prepare_message(self, mode: str, *, with_layouts: bool) -> dict[str, Any]:
+        """Return False when a worker does not know what it requested, or its layout."""
+        self._transaction, self._answers = secrets.token_hex(16), []
         workers, layouts = self.bound.workers, self.bound.plan.layouts
         hosts = Counter(worker.host for worker in workers)
-        of_worker = {
-            worker.receiver: [layout.digest, layout.packed if with_layouts else None, self.bound.tables[worker.engine]]
-            for worker, layout in zip(workers, layouts, strict=True)
-        }
-        return {
-            "layouts": of_worker,
+        digests = {worker.receiver: layout.digest for worker, layout in zip(workers, layouts, strict=True)}
+        is_known, self._known_layouts = self._known_layouts == digests, {}
+        message = {
+            "layouts": {
+                worker.receiver: [layout.digest, None if is_known else layout.packed, self.bound.tables[worker.engine]]
+                for worker, layout in zip(workers, layouts, strict=True)
+            },
             "memory": self._memory_bytes,
             "sharers": {worker.receiver: hosts[worker.host] for worker in workers},
-            "mode": mode,
+            "mode": STREAMED if self._group or self._cuda_ipc else "",
             "group": self._group or "",
             "cuda_ipc": self._cuda_ipc,
             "deadline_s": self.deadline_s,
         }
+        while True:
+            answers = self._ask_all("prepare", message, budget)
+            is_same = [answer["receiver"] for answer in answers] == list(digests)
+            if not is_same or any(answer.get("unknown") for answer in answers):
+                self._requests.clear()
+                return False
+            for worker, answer in zip(workers, answers, strict=True):
+                check_awake(self._engines[worker.engine], [answer])
+            modes = {answer["mode"] for answer in answers}
+            if len(modes) == 1:
+                break
+            message["mode"] = STREAMED  # all workers use one mode, because they change together
+        self._answers, self._known_layouts, (self.mode,) = answers, digests, modes
+        rings = (tuple(answer["ring"]) for answer in answers if "ring" in answer)
+        self.assignments = self.bound.assignments(tuple(rings))
+        return True
 
     def assignment(self, sender: int) -> bytes:
         """Return the packed assignment of a sender."""
