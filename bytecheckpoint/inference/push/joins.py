@@ -18,13 +18,12 @@ import xxhash
 from ...errors import BytecheckpointError, DeadlineError, MismatchError, StateError
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
-from .coordinator import PushCoordinator
+from .coordinator import PushCoordinator, StreamApply
 from .engines.base import Budget, Engine, ask, ask_all, failures_of
 from .messages import SenderLost, check_faults, first_cause
 from .peer_source import HeldType, held_type
 from .protocol import Push
 from .report import PushReport
-from .stream_apply import StreamApply
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 1.0  # short transfers end soon, long ones need few requests
 _CLEANUP_S = 5.0

@@ -15,13 +15,12 @@ from ...control.base import Operation
 from ...errors import EngineError, StateError
 from ...runtime.threads import Threads
 from ...telemetry.trace import Timings
-from .coordinator import PushCoordinator
+from .coordinator import PushCoordinator, StreamApply
 from .engines.base import Budget
 from .quantizer import Quantizer
 from .report import ProgressReporter, PushReport
 from .sender import Sender
 from .sources import PushSource
-from .stream_apply import StreamApply
 from .transports.base import Transport, TransportBroken
 from .transports.group import Group, GroupAddress
 from .transports.group_transport import GroupTransport
