@@ -111,21 +111,25 @@ class Update:
         self._set_guard(self._workers)
 
     def _meet(self) -> None:
-        end = self._deadline()
-        missing = list(self._workers)
-        while missing:
+        def has_connected(worker: _Worker) -> bool:
             has_ended = self._request.done()
-            missing = [worker for worker in missing if not worker.socket.poll(0, self._zmq.POLLOUT)]
-            names = " and ".join(self._named(worker) for worker in missing[:3])
-            if missing and has_ended:
-                raise EngineError(f"{names} did not take part in an update: {self._answer()}")
-            if missing and time.monotonic() >= end:
-                raise DeadlineError(
-                    f"{names} did not begin an update within {self._patience_s:.3g} s; is the engine busy, or stopped, "
-                    "or on another host?"
-                )
-            if missing:
-                missing[0].socket.poll(1000 * _POLL_S, self._zmq.POLLOUT)
+            if worker.socket.poll(0, self._zmq.POLLOUT):
+                return True
+            if has_ended:
+                raise EngineError(f"{self._named(worker)} did not take part in an update: {self._answer()}")
+            return False
+
+        late = "did not begin an update within", "is the engine busy, or stopped, or on another host?"
+        self._repeat(has_connected, self._zmq.POLLOUT, *late)
+
+    def _repeat(self, step: Callable[[_Worker], bool], event: int, late: str, hint: str) -> None:
+        """Repeat a step for each worker until it returns True, at least when there is this event. Raises
+        ``DeadlineError``."""
+        end, left = self._deadline(), list(self._workers)
+        while left := [worker for worker in left if not step(worker)]:
+            if time.monotonic() >= end:
+                raise DeadlineError(f"{self._named(left[0])} {late} {self._patience_s:.3g} s; {hint}")
+            left[0].socket.poll(1000 * _POLL_S, event)
 
     def send(self, message: Any) -> None:
         """Send a message to all workers, none of which may owe an answer."""
@@ -139,27 +143,15 @@ class Update:
 
     def wait(self) -> None:
         """Wait for all owed answers. Raises the first failure that a worker reports."""
-        end = self._deadline()
-        poller = self._zmq.Poller()
-        for worker in self._workers:
-            if worker.owes_answer:
-                poller.register(worker.socket, self._zmq.POLLIN)
-        while True:
-            owing = [worker for worker in self._workers if worker.owes_answer]
-            if not owing:
-                return
-            ready = dict(poller.poll(1000 * _POLL_S))
-            for worker in owing:
-                if worker.socket not in ready and self._is_lost(worker):
-                    raise self._lost(worker)
-                if worker.socket in ready or worker.socket.poll(0):
-                    self._receive(worker)
-                    poller.unregister(worker.socket)
-            late = [worker for worker in owing if worker.owes_answer]
-            if late and time.monotonic() >= end:
-                raise DeadlineError(
-                    f"{self._named(late[0])} did not answer within {self._patience_s:.3g} s; is its process stopped?"
-                )
+
+        def has_answered(worker: _Worker) -> bool:
+            if worker.owes_answer and self._is_lost(worker):
+                raise self._lost(worker)
+            if worker.owes_answer and worker.socket.poll(0):
+                self._receive(worker)
+            return not worker.owes_answer
+
+        self._repeat(has_answered, self._zmq.POLLIN, "did not answer within", "is its process stopped?")
 
     def finish(self) -> str:
         """End an update after the workers' last answers. Returns the error in the engine's own answer, if any."""
