@@ -6,7 +6,6 @@ nothing of vLLM: each part that does is imported when a sender first needs it, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ...errors import StateError, UsageError
@@ -43,14 +42,6 @@ def receiver(vllm_config: Any, model: Any, runner: Any = None, target: Any = Non
     return receivers_of(model).receiver(target)
 
 
-def post(vllm_config: Any, hosts: Sequence[str], port: int, key: str, response: str) -> None:
-    """Send a response to the sender of a request, for an engine whose RPC would lose it. Raises ``EngineError``."""
-    parallel = vllm_config.parallel_config
-    replicas = _replicas(parallel)
-    number = parallel.data_parallel_index * parallel.world_size if replicas > 1 else 0
-    post_answer(hosts, port, key, number + parallel.rank, replicas * parallel.world_size, response)
-
-
 def _replicas(parallel: Any) -> int:
     """The number of data-parallel replicas that one address reaches."""
     if parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb:
@@ -79,13 +70,16 @@ class WorkerExtension:
             request, *where = arguments
             if options or not isinstance(request, str) or len(where) > 1:
                 raise UsageError("a request to bcp_push is one text, and an address for the answer")
-            config = worker.vllm_config
-            if not where and _replicas(config.parallel_config) > 1:
+            parallel = worker.vllm_config.parallel_config
+            replicas = _replicas(parallel)
+            if not where and replicas > 1:
                 return REPLICATED
-            response = answer(config, worker.model_runner.get_model(), request, worker.model_runner)
-            if where:
-                post(config, where[0]["hosts"], where[0]["port"], where[0]["key"], response)
-                return ""
-            return response
+            response = answer(worker.vllm_config, worker.model_runner.get_model(), request, worker.model_runner)
+            if not where:
+                return response
+            number = parallel.rank + (parallel.data_parallel_index * parallel.world_size if replicas > 1 else 0)
+            workers = replicas * parallel.world_size
+            post_answer(**where[0], number=number, workers=workers, answer=response)
+            return ""
         except Exception as error:  # noqa: BLE001 - as in `answer`
             return refuse(error, None)
