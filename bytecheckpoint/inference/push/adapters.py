@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ...errors import StateError
-from .block_quantization import Blocks
 from .engine_model import EngineModel
 from .messages import check_faults
 from .receiver import Receiver
@@ -81,9 +80,6 @@ class AdapterModel(EngineModel):
     """An ``EngineModel`` for one adapter. Its loader checks tensors against the host's layers and requests them
     completely."""
 
-    quantized = False
-    blocks: Blocks | None = None
-
     def __init__(self, host: AdapterHost, name: str, config: str, loaded: Callable[[], None]) -> None:
         self._host, self._name, self._config_text, self._loaded = host, name, config, loaded
         self._before: LoraAdapter | None = None
@@ -122,9 +118,6 @@ class AdapterModel(EngineModel):
     def restore(self) -> bool:
         self._host.put(self._name, self._before)
         return True
-
-    def clear_caches(self) -> None:
-        """Does nothing: caches belong to the engine's model."""
 
     def _config(self) -> dict[str, Any]:
         config = json.loads(self._config_text)

@@ -25,7 +25,6 @@ from torch import nn
 from ...errors import DeadlineError, EngineError, StateError, UsageError
 from ...runtime.threads import run_daemon
 from ..layouts.parts import runs_of
-from .block_quantization import Blocks
 from .checkpoint_engine_update import Handle, Update, zeromq
 from .engine_model import EngineModel
 from .engines.answers import PauseMode
@@ -158,9 +157,6 @@ class IpcEngine(HttpEngine):
 class _WholeModel(EngineModel):
     """Requests every tensor completely, and passes on what it loads in buckets."""
 
-    quantized = False
-    blocks: Blocks | None = None
-
     def __init__(self, engine: IpcEngine, devices: list[str], bucket_bytes: int) -> None:
         self._engine, self._devices, self._bucket_bytes = engine, devices, bucket_bytes
         self._last: Update | None = None
@@ -177,12 +173,6 @@ class _WholeModel(EngineModel):
     def run_loader(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         for _, tensor in weights:
             torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").copy_(tensor)
-
-    def restore(self) -> bool:
-        return False
-
-    def clear_caches(self) -> None:
-        """Does nothing: there is no request for it."""
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._last is not None and not self._last.join(min(_LATE_S, self.end - time.monotonic())):

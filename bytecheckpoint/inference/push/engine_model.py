@@ -29,10 +29,10 @@ from .messages import Table, check_faults
 class EngineModel(Protocol):
     """What a ``Receiver`` needs of an engine's worker. Called only from the thread that runs the model."""
 
-    quantized: bool
+    quantized: bool = False
     """Whether the model has parameters that no pushed tensor fills."""
 
-    blocks: Blocks | None
+    blocks: Blocks | None = None
     """The block size (rows, columns), if the engine's checkpoints hold float8_e4m3fn weights with a scale per block."""
 
     def make(self) -> nn.Module:
@@ -46,11 +46,14 @@ class EngineModel(Protocol):
         succeeds."""
 
     def restore(self) -> bool:
-        """Load what was served before the last ``load``, without pushed bytes. Return False if that is impossible."""
+        """Load what was served before the last ``load``, without pushed bytes. Return False if that is impossible. By
+        default, it is."""
+        return False
 
     def clear_caches(self) -> None:
-        """Overwrite the caches of keys and values. Called after weights that may not have been finite were replaced:
-        kernels read unused parts of a cache, where NaN from before would spoil new results."""
+        """Overwrite the caches of keys and values, if there are any. Called after weights that may not have been finite
+        were replaced: kernels read unused parts of a cache, where NaN from before would spoil new results."""
+        return
 
     def asleep(self) -> Collection[str]:
         """Return what of the engine is in memory that is not mapped now, "weights" or "kv_cache", which nothing may
