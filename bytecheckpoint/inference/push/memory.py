@@ -153,12 +153,6 @@ class HeldVersion:
             parts = threads.map(find, [range(first, len(digests), THREADS) for first in range(THREADS)])
             return sorted(chain.from_iterable(parts))
 
-    def copy_from(self, other: HeldVersion, chunks: list[int]) -> None:
-        """Copy chunks from a version of the same layout."""
-        for chunk in chunks:
-            span = self.layout.span(chunk)
-            self.memory[span].copy_(other.memory[span])
-
     def release(self) -> None:
         """Free the bytes."""
         if self.arena is not None:
@@ -225,9 +219,6 @@ class VersionStore:
         self._before, self.served = self.served, self.next
         self.served.applied_by = transaction
         self.next = self._before if self._before is not None and self._before.arena is not None else None
-
-    def was_applied_by(self, transaction: str) -> bool:
-        return self.served is not None and self.served.applied_by == transaction
 
     @property
     def before(self) -> HeldVersion | None:

@@ -196,8 +196,9 @@ class Receiver:
         version = self._current("verify", message)
         self._stop_listening()
         digests, unchanged = message["chunks"][self.id]
-        if unchanged and self._versions.served is not None:
-            version.copy_from(self._versions.served, unchanged)
+        for span in map(version.layout.span, unchanged):
+            assert self._versions.served is not None
+            version.memory[span].copy_(self._versions.served.memory[span])
         faults = version.faults(digests)
         if faults:
             names = ", ".join(version.layout.name_of(chunk) for chunk in faults[:5])
@@ -306,9 +307,10 @@ class Receiver:
         """Return from the version that this transaction applied, if it did, to the one before, if that is possible."""
         versions, transaction = self._versions, message["transaction"]
         # When another transaction has begun, its senders may be writing into the memory of the version before.
-        if transaction != self._push.transaction or not versions.was_applied_by(transaction):
+        if transaction != self._push.transaction or versions.served is None:
             return {}
-        assert versions.served is not None
+        if versions.served.applied_by != transaction:
+            return {}
         self._push.end()
         reason = f"version {versions.served.version!r} was reverted"
         if versions.before is not None:

@@ -37,47 +37,43 @@ class SharedArena:
     """``nbytes`` of shared memory of fixed size. A late sender writes into memory that still exists, even when no other
     process maps it any more.
 
-    If this process copies from it to a CUDA ``device``, the memory is registered with CUDA where that is possible.
+    ``descriptor`` is its open file descriptor, and -1 after ``close``. If this process copies from the memory to a CUDA
+    ``device``, it is registered with CUDA where that is possible.
     """
 
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         self.nbytes = nbytes
         self.token = secrets.token_hex(16)
         size = max(nbytes, 1)
-        self._descriptor = os.memfd_create(f"bcp-{self.token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.descriptor = os.memfd_create(f"bcp-{self.token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             try:
                 # Allocate now: a page that cannot be allocated later raises SIGBUS instead of an error.
-                os.posix_fallocate(self._descriptor, 0, size)
+                os.posix_fallocate(self.descriptor, 0, size)
             except OSError as error:
                 raise EngineError(
                     f"no memory for an arena of {nbytes:,} bytes ({error.strerror}); a worker needs two of the size of "
                     "its weights"
                 ) from error
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.memory = _map(self._descriptor, size)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self.memory = _map(self.descriptor, size)
             self._pinning = Pinning(self.memory)
             if device is not None and device.type == "cuda":
                 self._pinning.try_pin(device)
         except BaseException:
-            os.close(self._descriptor)
-            self._descriptor = -1  # `__del__` must not close it again: it may be another file's by then
+            os.close(self.descriptor)
+            self.descriptor = -1  # `__del__` must not close it again: it may be another file's by then
             raise
 
     @property
     def address(self) -> ArenaAddress:
-        return ArenaAddress(os.getpid(), self._descriptor, self.token, self.nbytes)
-
-    @property
-    def descriptor(self) -> int:
-        """The open file descriptor; -1 after ``close``."""
-        return self._descriptor
+        return ArenaAddress(os.getpid(), self.descriptor, self.token, self.nbytes)
 
     def close(self) -> None:
         """Release this process's mapping. The memory is freed when no process maps it."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
             self._pinning.unpin()
             del self._pinning  # it maps the memory too
             self.memory = torch.empty(0, dtype=torch.uint8)
