@@ -118,14 +118,10 @@ class Sender:
 
     def connect(self, assignment: PushAssignment, target: int) -> TcpTransport:
         """Connect to the ring buffer or the arena of a target. Raises ``EngineError``."""
-        endpoint = Endpoint(*assignment.endpoints[target])
-        if not assignment.rings:
-            return TcpTransport(endpoint, self.deadline_s)
-        slots, _ = assignment.rings[target]
         return TcpTransport(
-            endpoint,
+            Endpoint(*assignment.endpoints[target]),
             self.deadline_s,
-            slots=slots,
+            slots=assignment.rings[target][0] if assignment.rings else None,
             memory=None if self.tcp_only else assignment.arenas[target],
             on_device=assignment.on_device,
         )
