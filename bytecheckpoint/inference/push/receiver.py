@@ -31,8 +31,8 @@ from .peer_source import PeerSource
 from .transports.base import Digests, word_digests, xxh3_digests
 from .transports.cuda_ipc import DeviceArena
 from .transports.group import GroupAddress
-from .transports.group_transport import GroupMember, GroupMemory
-from .transports.ring import RingBuffer, RingMemory
+from .transports.group_transport import GroupMember
+from .transports.ring import GroupMemory, RingBuffer, RingMemory
 from .transports.shared_memory import SharedArena
 from .transports.tcp import ChunkServer
 

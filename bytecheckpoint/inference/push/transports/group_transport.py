@@ -22,8 +22,8 @@ from ....runtime.threads import run_daemon
 from ..layout import ArrivedChunk, Write
 from ..messages import SenderLost
 from .base import ChunkTarget, OutgoingChunk, Transport, TransportBroken
-from .cuda_ipc import compute_device, synchronize
-from .group import Check, Group, GroupAddress, GroupBackend, Membership, check_backend
+from .cuda_ipc import synchronize
+from .group import Check, Group, GroupAddress, Membership
 from .ring import RingBuffer
 
 _SOON_S = 0.5  # a thread that waits for no other member ends within this time
@@ -98,21 +98,6 @@ class GroupTransport(Transport):
 
     def close(self) -> None:
         """Do nothing: the group outlasts the push."""
-
-
-class GroupMemory:
-    """Memory for a ring buffer, on a device from which the backend can receive. Raises like ``check_backend``."""
-
-    address = None
-
-    def __init__(self, backend: GroupBackend, nbytes: int) -> None:
-        check_backend(backend)
-        device = torch.device("cpu") if backend == "gloo" else compute_device()
-        with torch.inference_mode(False):  # another thread writes into it
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def close(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
 
 
 class GroupMember(Membership):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -19,24 +18,31 @@ from ....tensors.geometry import Box
 from ..layout import ArrivedChunk, ChunkStore, Waves
 from ..messages import without_traceback
 from .base import Digests, xxh3_digests
-from .cuda_ipc import synchronize
-from .shared_memory import ArenaAddress, SharedArena
+from .cuda_ipc import DeviceArena, compute_device, synchronize
+from .group import GroupBackend, check_backend
+from .shared_memory import SharedArena
 from .tcp import ChunkServer
 
 _ABSENT, _ARRIVING, _ARRIVED = range(3)  # states of a chunk
 _UNKNOWN_USES = 1 << 62  # for chunks that the loader computes with
 
 
-class RingMemory(Protocol):
-    """The memory of a ring buffer. No view of it may be used after ``close``."""
+class GroupMemory:
+    """Memory for a ring buffer, on a device from which the backend can receive. Raises like ``check_backend``."""
 
-    memory: torch.Tensor
+    address = None  # senders cannot map it
 
-    @property
-    def address(self) -> ArenaAddress | None:
-        """Where senders on this host can map it; None where they cannot."""
+    def __init__(self, backend: GroupBackend, nbytes: int) -> None:
+        check_backend(backend)
+        device = torch.device("cpu") if backend == "gloo" else compute_device()
+        with torch.inference_mode(False):  # another thread writes into it
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+
+RingMemory = SharedArena | DeviceArena | GroupMemory
 
 
 class RingBuffer(ChunkStore):
