@@ -233,7 +233,7 @@ def _needed_by(root: StorageBackend, name: str) -> tuple[Collection[str], Collec
 def _delete(folder: StorageBackend, keys: Sequence[str]) -> None:
     """Delete keys, and from a store with directories also the folder when it is empty, which takes its parent.
 
-    From a local folder, nothing is deleted through a link: not through one in the folder, whoever made it, and the
+    From a local folder, nothing is deleted through a link: not through one in the folder, whatever its owner, and the
     folder itself stays if it is one.
     """
     parent, name = parent_url(folder), folder_name(folder)
