@@ -207,6 +207,10 @@ class Operation(ABC):
         """
 
     @abstractmethod
+    def host_of(self, rank: int) -> str:
+        """Return the name of the host of a rank, for messages."""
+
+    @abstractmethod
     def streams(self) -> Streams:
         """Return the byte streams between the ranks. The operation closes them.
 

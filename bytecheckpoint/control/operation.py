@@ -120,6 +120,9 @@ class SocketOperation(Operation):
     def check(self) -> None:
         self._enter("check")
 
+    def host_of(self, rank: int) -> str:
+        return self._router.identity(rank).host
+
     def streams(self) -> Streams:
         if self._streams is None:
             self._enter("streams")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -49,6 +50,9 @@ class SingleOperation(Operation):
 
     def check(self) -> None:
         """Do nothing: there is no other rank."""
+
+    def host_of(self, rank: int) -> str:
+        return socket.gethostname()
 
     def streams(self) -> Streams:
         return NoStreams()

@@ -18,9 +18,12 @@ from ..errors import (
     ControlError,
     DeadlineError,
     RankFailedError,
+    StorageError,
 )
 from ..format.manifest import Manifest, encode
+from ..storage_backends import parent_url
 from ..storage_backends.base import StorageBackend
+from ..storage_backends.local.backend import LocalBackend
 from ..telemetry.trace import SAVE_STEPS, Timings
 from ..transfer.staged import remove_superseded
 from ..version import VERSION
@@ -35,6 +38,8 @@ from .uploading import SaveUpload
 # second limit applies if a rank was late already.
 _SWEEP_AFTER_S = 10.0
 _SWEEP_AFTER_LATE_S = 0.5
+
+_VISIBLE_S, _VISIBLE_POLL_S = 10.0, 0.1  # for file systems that show a file to other hosts some seconds late
 
 _STEPS_BEFORE_COMMIT = SAVE_STEPS[: SAVE_STEPS.index("commit")]
 
@@ -95,8 +100,38 @@ class SaveCommit:
         assert self._plan is not None
         confirmations = Confirmations(self._plan, attempt=self.attempt, chunk_size=self.chunk_size)
         files = [confirmations.unpack(rank, message) for rank, message in enumerate(received)]
+        self._check_visible(files)
         files[0] += written.companions
         return files
+
+    def _check_visible(self, files: Sequence[Sequence[WrittenFile]]) -> None:
+        """Raise ``StorageError`` if this rank does not see the files of all ranks, in the first save to a root.
+
+        Their hosts may have different folders at this path, and nothing could be loaded.
+        """
+        root = parent_url(self._backend)
+        is_known = self._op.world_size == 1 or self._upload is not None or root in self._saves.shared_roots
+        if is_known or not isinstance(self._backend, LocalBackend):
+            return
+        give_up = time.monotonic() + _VISIBLE_S
+        while True:
+            sizes = {stat.key: stat.size for stat in self.data.list(f"{self.attempt}/")}
+            unseen = [
+                (rank, one.key) for rank, own in enumerate(files) for one in own if sizes.get(one.key) != one.size
+            ]
+            if not unseen:
+                self._saves.shared_roots.add(root)
+                return
+            if time.monotonic() > give_up:
+                break
+            time.sleep(_VISIBLE_POLL_S)
+        (rank, key), host = unseen[0], self._op.host_of
+        others = sorted({host(rank) for rank, _ in unseen})
+        raise StorageError(
+            f"{self._backend.url} is not the same folder on all hosts: rank 0 on {host(0)} does not see {len(unseen)} "
+            f"file(s) that ranks on {', '.join(others[:5])} have written, such as {key} of rank {rank}. Nothing was "
+            f"committed; save to a folder that all hosts share, or to local disks as a tier (docs/object-stores.md)"
+        )
 
     def commit(self, confirmed: Sequence[Sequence[WrittenFile]] | None) -> None:
         """Write the manifest, on rank 0; on the other ranks, wait until it is written."""

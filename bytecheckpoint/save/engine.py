@@ -51,16 +51,18 @@ class LastCommit:
 
 
 class SharedSaves:
-    """What the incremental saves of a process know of each other, on rank 0. Thread-safe.
+    """What the saves of a process know of each other, on rank 0. Thread-safe.
 
     Attributes:
         committing: Held while a save checks what it names and commits, and while objects are removed.
         last_commit: The last checkpoint that was committed at a path, without a tier before it.
+        shared_roots: Roots on which rank 0 has seen the files of all ranks.
     """
 
     def __init__(self) -> None:
         self.committing = threading.Lock()
         self.last_commit: LastCommit | None = None
+        self.shared_roots: set[str] = set()
         self._lock = threading.Lock()
         self._running: dict[str, Collection[str]] = {}  # by attempt, the objects that its manifest may name
         self._unknown: set[str] = set()  # the attempts of those whose outcome is unknown
