@@ -260,7 +260,6 @@ def options_of_param(document: Mapping[str, Any], number: int) -> Mapping[str, A
     base = document.get("base_optimizer_state", document.get("optimizer_state_dict", document))
     groups = base.get("param_groups") if type(base) is dict else None
     for group in groups if type(groups) is list else ():
-        params = group.get("params") if type(group) is dict else None
-        if type(params) is list and number in params:
+        if type(group) is dict and type(params := group.get("params")) is list and number in params:
             return group
     return None
