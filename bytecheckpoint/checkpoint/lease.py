@@ -2,11 +2,12 @@
 
 Clocks of different hosts are never compared, and modification times are never used. A job that finds another job's
 lease watches it. If the holder does not write for three of its own heartbeat intervals, on the watcher's clock, the
-watcher takes the lease over. It does so at once if the holder's process ran on this host and has ended, or if torchrun
-has restarted this job since the holder began, because torchrun ends all workers before it restarts them. A holder that
-was only suspended finds that the lease was taken, and saves no more. Stores have no lock that a suspended process loses
-automatically, so the holder also checks the lease right before each commit. If the lease changes between that check and
-the commit, the result may be a checkpoint whose files are removed; every reader detects that.
+watcher takes the lease over. It does so at once if the holder's process ran on this host and has ended. What torchrun
+calls a restart of the same job says nothing of a process on another host: two jobs may have one name, and a job whose
+network is cut may go on in both halves. A holder that was only suspended finds that the lease was taken, and saves no
+more. Stores have no lock that a suspended process loses automatically, so the holder also checks the lease right before
+each commit. If the lease changes between that check and the commit, the result may be a checkpoint whose files are
+removed; every reader detects that.
 
 Every put replaces exactly the lease that was read before, if the store can decide that (``conditions``): of two jobs
 that find the same lease of an ended job, one takes it over. Only a put that the store has refused for this reason is
@@ -16,7 +17,6 @@ decided here; any other failure is raised, or logged by a heartbeat.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 import time
@@ -56,13 +56,7 @@ class LeaseRecord:
     beat: int
     interval_s: float
     written: str
-    run: str = ""  # torchrun's name of the job; empty if unknown
-    restart: int = 0  # how often torchrun has restarted it
     is_brief: bool = False  # held for a few requests only, which others wait for
-
-    def precedes(self, other: LeaseRecord) -> bool:
-        """Whether torchrun ended this holder's process before it started that of ``other``."""
-        return self.run == other.run != "" and self.restart < other.restart
 
     def pack(self) -> bytes:
         return bytes(msgpack.packb(asdict(self)))
@@ -73,7 +67,7 @@ class LeaseRecord:
         try:
             fields = msgpack.unpackb(data)
             record = cls(**{**fields, "holder": PeerIdentity(**fields["holder"])})
-            valid = type(record.beat) is type(record.restart) is int and 0 < float(record.interval_s) <= _MAX_INTERVAL_S
+            valid = type(record.beat) is int and 0 < float(record.interval_s) <= _MAX_INTERVAL_S
         except Exception as error:
             raise ValueError(f"not a lease: {error}") from error
         if not valid:
@@ -133,8 +127,7 @@ class Lease:
             StateError: The process cannot start a thread.
             StorageError: The store failed.
         """
-        run, restart = _torchrun_identity()
-        record = LeaseRecord(secrets.token_bytes(JOB_MARK_BYTES), here, 1, interval_s, _now(), run, restart, is_brief)
+        record = LeaseRecord(secrets.token_bytes(JOB_MARK_BYTES), here, 1, interval_s, _now(), is_brief)
         _open_here.add(record.job)  # before another thread can read it
         try:
             return cls._acquire(backend, record, is_unwanted, time.monotonic() + patience_s)
@@ -151,7 +144,7 @@ class Lease:
             found, version = _read(backend)
             if found is not None and found.job == record.job:  # the reply to the put was lost
                 return cls(backend, record, version, is_unwanted)
-            if found is not None and not _has_died(backend, found, record, give_up):
+            if found is not None and not _has_died(backend, found, record.holder, give_up):
                 continue  # released
             tries += 1
             try:
@@ -276,13 +269,12 @@ def check_holder(backend: StorageBackend, job: bytes) -> None:
         raise RootInUseError(f"{backend.url}: {found} has taken this root over from job {job.hex()}")
 
 
-def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord, give_up: float) -> bool:
+def _has_died(backend: StorageBackend, found: LeaseRecord, here: PeerIdentity, give_up: float) -> bool:
     """Return whether the holder has ended; False if the lease was released in between.
 
     Raises ``RootInUseError`` if it is alive; not before ``give_up`` if it holds the lease for a few requests only.
     """
-    here = own.holder
-    if found.precedes(own) or _has_ended(here, found):
+    if _has_ended(here, found):
         _log.info("%s: %s has ended; its lease is taken over", backend.display_url, found)
         return True
     _log.info("%s: waiting for a heartbeat of %s", backend.display_url, found)
@@ -342,13 +334,6 @@ def _read(backend: StorageBackend) -> tuple[LeaseRecord | None, str]:
     except ValueError as error:
         _log.warning("%s/%s is %s; it will be replaced", backend.display_url, LEASE_KEY, error)
         return None, version
-
-
-def _torchrun_identity() -> tuple[str, int]:
-    """Return torchrun's name of this job and the number of its restarts; an empty name if there is none."""
-    run, restart = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    # Without --rdzv-id, every job is called "none".
-    return (run, int(restart)) if run not in ("", "none") and restart.isdecimal() else ("", 0)
 
 
 def _put(backend: StorageBackend, record: LeaseRecord, version: str) -> str:
