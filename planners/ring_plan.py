@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from ..tensors.geometry import Box, row_major_strides
+from ..tensors.runs import runs_of
 from .extents import byte_span, split_box
 
 PACKET_BYTES = 8 << 20
@@ -235,16 +236,10 @@ def _batches(queue: deque[_Run], packet_bytes: int) -> Iterator[Batch]:
 
 
 def _packets(runs: Sequence[_Run], packet_bytes: int) -> Iterator[Packet]:
-    filled: list[PartBox] = []
-    nbytes = 0
-    for run in runs:
-        whole, itemsize = run.part_box, run.part.memory_itemsize
-        for box in split_box(whole.box, whole.box, itemsize, packet_bytes, 0):
-            part_box = PartBox(whole.row, box, box.numel * itemsize)
-            if filled and nbytes + part_box.nbytes > packet_bytes:
-                yield tuple(filled)
-                filled, nbytes = [], 0
-            filled.append(part_box)
-            nbytes += part_box.nbytes
-    if filled:
-        yield tuple(filled)
+    boxes = (
+        PartBox(whole.row, box, box.numel * run.part.memory_itemsize)
+        for run in runs
+        for whole in [run.part_box]
+        for box in split_box(whole.box, whole.box, run.part.memory_itemsize, packet_bytes, 0)
+    )
+    return map(tuple, runs_of(boxes, lambda one: one.nbytes, packet_bytes))

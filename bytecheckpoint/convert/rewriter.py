@@ -34,6 +34,7 @@ from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
+from ..tensors.runs import runs_of
 from ..tensors.shards import torch_dtype
 from ..tensors.tables import BoxTable, Int64
 from ..version import VERSION
@@ -186,19 +187,15 @@ class Rewriter:
 
     def _batches(self, tensors: Sequence[OutputTensor]) -> Iterator[list[OutputTensor]]:
         """Split large tensors, and combine small ones: a batch has at most ``piece_bytes``, stored as well as cast."""
-        batch: list[OutputTensor] = []
-        room = self.piece_bytes
-        for tensor in tensors:
-            itemsize = max(self._manifest.tensors.meta_of(tensor.row).dtype.itemsize, tensor.dtype.itemsize)
-            for box in split_box(tensor.box, tensor.box, itemsize, self.piece_bytes, 0):
-                nbytes = box.numel * itemsize
-                if batch and nbytes > room:
-                    yield batch
-                    batch, room = [], self.piece_bytes
-                batch.append(replace(tensor, box=box))
-                room -= nbytes
-        if batch:
-            yield batch
+        meta_of = self._manifest.tensors.meta_of
+        pieces = (
+            (replace(tensor, box=box), box.numel * itemsize)
+            for tensor in tensors
+            for itemsize in [max(meta_of(tensor.row).dtype.itemsize, tensor.dtype.itemsize)]
+            for box in split_box(tensor.box, tensor.box, itemsize, self.piece_bytes, 0)
+        )
+        for run in runs_of(pieces, lambda piece: piece[1], self.piece_bytes):
+            yield [tensor for tensor, _ in run]
 
     def _read_all(self, batch: Sequence[OutputTensor]) -> list[torch.Tensor]:
         """Return the tensors, contiguous and cast."""

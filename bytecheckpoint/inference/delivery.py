@@ -12,8 +12,9 @@ from ..control.base import Operation
 from ..load.shared_reads.negotiation import ShareReads
 from ..load.shared_reads.run import read_together
 from ..tensors.geometry import Box
+from ..tensors.runs import runs_of
 from ..tensors.shards import torch_dtype
-from .layouts.parts import StridedView, box_to_read, runs_of
+from .layouts.parts import StridedView, box_to_read
 from .layouts.recording import Copy, Recorder
 
 _SCRATCH_BYTES = 256 << 20  # in use at a time for reads that cannot go directly to a parameter

@@ -8,16 +8,13 @@ order of the view's dimensions in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box, row_major_strides
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,21 +44,6 @@ def without_duplicates(parts: Iterable[TensorBox]) -> list[TensorBox]:
         if len(same) == 1 or not any(other != one and other.box.contains(one.box) for other in same)
     }
     return [part for part in distinct if part in largest]
-
-
-def runs_of(items: Iterable[T], nbytes_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Cut ``items`` into runs of at most ``limit`` bytes, and at least one item."""
-    run: list[T] = []
-    used = 0
-    for item in items:
-        nbytes = nbytes_of(item)
-        if run and used + nbytes > limit:
-            yield run
-            run, used = [], 0
-        run.append(item)
-        used += nbytes
-    if run:
-        yield run
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import nn
 
 from ...errors import DeadlineError, EngineError, StateError, UsageError
 from ...runtime.threads import run_daemon
-from ..layouts.parts import runs_of
+from ...tensors.runs import runs_of
 from .checkpoint_engine_update import Handle, Update, zeromq
 from .engine_model import EngineModel
 from .engines.answers import PauseMode

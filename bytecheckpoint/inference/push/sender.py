@@ -15,8 +15,8 @@ import torch
 from ...control.connections import Endpoint
 from ...tensors.dtypes import is_lossless_cast
 from ...tensors.metadata import BasicMeta
+from ...tensors.runs import runs_of
 from ...tensors.shards import torch_dtype
-from ..layouts.parts import runs_of
 from .block_quantization import QUANTIZED
 from .quantizer import Quantizer
 from .sources import PushSource

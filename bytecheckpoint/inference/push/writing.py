@@ -16,7 +16,7 @@ from ...errors import StateError
 from ...runtime.threads import Threads
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
-from ..layouts.parts import runs_of
+from ...tensors.runs import runs_of
 from .layout import Write, align
 from .quantizer import Quantizer, torch_dtype_of
 from .sources import PushSource
