@@ -51,8 +51,9 @@ def listen(address: str = "") -> socket.socket:
 def own_addresses(facing: Iterable[str] = ()) -> list[str]:
     """Return the addresses at which other hosts may reach this one, the likeliest first.
 
-    Those from which packets to the hosts ``facing`` this one leave come first. Without a network, only ``LOOPBACK`` is
-    left. Raises ``UsageError`` for an invalid variable.
+    Those from which packets to the hosts ``facing`` this one leave come first. This host's name is looked up only if no
+    interface has an address, because a name server may be slow. Without a network, only ``LOOPBACK`` is left. Raises
+    ``UsageError`` for an invalid variable.
     """
     configured = _configured()
     if configured and configured not in EVERYWHERE:
@@ -63,8 +64,13 @@ def own_addresses(facing: Iterable[str] = ()) -> list[str]:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends no packet; only selects the outgoing interface
             found.append(probe.getsockname()[0])
-    others = [one for one in (*found, *_addresses_by_name()) if not one.startswith(_NOT_FOR_OTHERS)]
-    return [one for one in dict.fromkeys(others) if not configured or ":" not in one] or [LOOPBACK]
+    found += filter(None, (_address_of_interface(name) for _, name in socket.if_nameindex()))
+
+    def for_others(addresses: Iterable[str]) -> list[str]:
+        others = [one for one in dict.fromkeys(addresses) if not one.startswith(_NOT_FOR_OTHERS)]
+        return [one for one in others if not configured or ":" not in one]
+
+    return for_others(found) or for_others(_addresses_by_name()) or [LOOPBACK]
 
 
 @functools.cache  # a name server may be slow
@@ -96,7 +102,9 @@ def _configured() -> str:
     if name in ("", "::"):
         return ""
     if name in (interface for _, interface in socket.if_nameindex()):
-        return _address_of_interface(name)
+        if address := _address_of_interface(name):
+            return address
+        raise UsageError(f"{ADDRESS_VARIABLE}={name}: this interface has no address")
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -104,6 +112,7 @@ def _configured() -> str:
 
 
 def _address_of_interface(name: str) -> str:
+    """Return the IPv4 address of an interface, or else an IPv6 one; empty if it has none."""
     with contextlib.suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         import fcntl
 
@@ -115,7 +124,7 @@ def _address_of_interface(name: str) -> str:
             address = ipaddress.IPv6Address(int(digits, 16))
             if interface == name and not address.is_link_local:
                 return str(address)
-    raise UsageError(f"{ADDRESS_VARIABLE}={name}: this interface has no address")
+    return ""
 
 
 def _ports() -> list[int]:

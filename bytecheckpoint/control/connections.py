@@ -46,6 +46,12 @@ _LONGEST_INTRODUCTION_BYTES = 4096
 _MOST_STRANGERS = 64  # connections that have not authenticated yet; many processes have only 1,024 descriptors
 _SEND_BYTES = 8 << 20
 
+_KEEPALIVE = {
+    getattr(socket, name): value
+    for name, value in {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 60, "TCP_KEEPCNT": 30}.items()  # seconds, seconds, probes
+    if hasattr(socket, name)
+}
+
 _log = logging.getLogger(__name__)
 
 
@@ -210,6 +216,10 @@ def _configure(connection: socket.socket) -> None:
     connection.setblocking(False)
     # asyncio does this only for sockets with an explicit protocol number.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Between two saves, firewalls and load balancers would forget it. A link that is cut for minutes does not end it.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def connect(endpoint: Endpoint, introduction: bytes = b"", limit_s: float | None = None) -> socket.socket:

@@ -135,7 +135,9 @@ class _Arrival:
         if self._children:
             self._await_children(network, msgpack.packb([endpoint._replace(key=in_store), is_local]))
         if at_parent is not None:
-            network.set_endpoints({parent: at_parent._replace(key=key)})
+            # Rank 0 may know itself by a useless name only, while this rank has reached the store on its host.
+            more = [os.environ["MASTER_ADDR"]] if parent == 0 and os.environ.get("MASTER_ADDR") else []
+            network.set_endpoints({parent: Endpoint([*at_parent.addresses, *more], at_parent.port, key)})
             self._connect_to_parent(network)
         self._exchange_endpoints(router, network, endpoint)
         undo.pop_all()

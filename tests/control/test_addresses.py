@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from bytecheckpoint.control import addresses
 from bytecheckpoint.control.addresses import (
     ADDRESS_VARIABLE,
     EVERYWHERE,
@@ -65,6 +66,20 @@ def test_the_address_that_faces_a_host_comes_first() -> None:
     own = own_addresses()
     assert own_addresses(own[:1])[0] == own[0]
     assert own_addresses([LOOPBACK]) == own
+
+
+def test_the_name_of_this_host_is_looked_up_only_if_no_interface_has_an_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a route to others too: as on hosts of an isolated network, whose name means 127.0.1.1 to themselves."""
+    monkeypatch.setattr(addresses, "_OTHER_HOSTS", ())
+    found = {"lo": "127.0.0.1", "eth0": "192.0.2.7", "eth1": ""}
+    monkeypatch.setattr(addresses, "_address_of_interface", found.__getitem__)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [*enumerate(found)])
+    monkeypatch.setattr(addresses, "_addresses_by_name", lambda: ["127.0.1.1", "name.of.this.host"])
+    assert own_addresses(["127.0.0.1"]) == ["192.0.2.7"]
+    found["eth0"] = ""
+    assert own_addresses(["127.0.0.1"]) == ["name.of.this.host"]
 
 
 def test_a_configured_range_of_ports(monkeypatch: pytest.MonkeyPatch) -> None:

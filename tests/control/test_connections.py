@@ -255,6 +255,13 @@ def test_strangers_do_not_keep_others_out(listening: Listening) -> None:
         listening.wait_for(1)
 
 
+def test_connections_are_kept_alive(listening: Listening) -> None:
+    """A firewall that forgets idle connections would otherwise end those of a job that saves once an hour."""
+    with connect(listening.endpoint, STREAM, TIMEOUT_S) as connection:
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
 def test_a_flood_of_strangers_holds_few_descriptors(listening: Listening) -> None:
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(listening.stranger()) for _number in range(100)]
