@@ -171,12 +171,9 @@ class _Reindexing:
         if rest and head in self._other_sections:
             return head, rest
         if self._stored.plain is None:
-            self._faults.append(("rename", name, f"does not begin with a section; sections: {self._sections_text}"))
+            sections = ", ".join(sorted(self._other_sections))
+            self._faults.append(("rename", name, f"does not begin with a section; sections: {sections}"))
         return self._stored.plain or "", name
-
-    @property
-    def _sections_text(self) -> str:
-        return ", ".join(sorted(self._other_sections))
 
     def _key(self, section: str, meta: BasicMeta, regions: Iterable[Region]) -> object:
         """What determines the bytes of a tensor; None if no tied names are stored."""

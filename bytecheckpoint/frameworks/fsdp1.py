@@ -11,9 +11,8 @@ private attributes of FSDP-1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -70,32 +69,17 @@ class FSDP1Adapter(ModuleAdapter):
         ]
 
 
-@dataclass(frozen=True, eq=False)
-class OriginalParam:
+class OriginalParam(NamedTuple):
     """One parameter inside a flat one. It is stored under the first of its names.
 
-    ``local_shape`` is the shape that FSDP flattened: the global ``shape``, or a tensor-parallel rank's part of it,
-    which begins at ``corner`` (None for an empty part). ``strides`` are those of the memory that FSDP flattened;
-    None if it is row-major. ``start`` and ``length`` are the range of this rank's shard that holds elements of the
-    parameter, from element ``first`` on.
+    ``whole`` is the memory that FSDP flattened: the parameter, or a tensor-parallel rank's part of it. ``held`` is what
+    this rank's shard has of it, from the element ``start`` of the shard on.
     """
 
     fqns: tuple[str, ...]
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    corner: tuple[int, ...] | None
-    strides: tuple[int, ...] | None
+    whole: ParamLayout
+    held: ParamLayout
     start: int
-    length: int
-    first: int
-
-    def parts(self) -> Iterator[ParamPart]:
-        """The boxes that this rank holds, in memory order."""
-        if self.corner is None or self.length == 0:
-            return
-        whole = ParamPart(self.fqns[0], self.shape, Box(self.corner, self.local_shape), 0, self.strides)
-        for part in whole.narrowed(self.first, self.length):
-            yield part._replace(start=part.start + self.start)
 
 
 class FlatParam:
@@ -129,9 +113,13 @@ class FlatParam:
         local_shape = tuple(flat._shapes[i])
         shape, corner = _placed(fqns[0], flat._param_extensions[i], local_shape)
         strides = None if flat._contiguities[i] else _dense_strides(fqns[0], local_shape, tuple(flat._strides[i]))
-        held = flat._shard_param_infos[i]
-        where = (held.offset_in_shard, held.numel_in_shard, held.intra_param_start_idx) if held.in_shard else (0, 0, 0)
-        return OriginalParam(fqns, shape, local_shape, corner, strides, *where)
+        parts = () if corner is None else (ParamPart(fqns[0], shape, Box(corner, local_shape), 0, strides),)
+        whole = ParamLayout(local_shape, parts, {fqns[0]: shape})
+        info = flat._shard_param_infos[i]
+        if not info.in_shard:
+            return OriginalParam(fqns, whole, whole.narrowed(0, 0), 0)
+        held = whole.narrowed(info.intra_param_start_idx, info.numel_in_shard)
+        return OriginalParam(fqns, whole, held, info.offset_in_shard)
 
     @property
     def owned(self) -> Iterator[tuple[int, str]]:
@@ -149,9 +137,12 @@ class FlatParam:
     @cached_property
     def layout(self) -> ParamLayout:
         """The layout of the complete local shard. Padding belongs to no part."""
-        parts = tuple(part for original in self.originals for part in original.parts())
-        size = tuple(self.flat._sharded_size)
-        return ParamLayout(size, parts, {original.fqns[0]: original.shape for original in self.originals})
+        parts: list[ParamPart] = []
+        fqns: dict[str, tuple[int, ...]] = {}
+        for original in self.originals:
+            parts += [part._replace(start=part.start + original.start) for part in original.held.parts]
+            fqns |= original.whole.fqns
+        return ParamLayout(tuple(self.flat._sharded_size), tuple(parts), fqns)
 
     def parameter_layouts(self) -> dict[int, ParamLayout]:
         """Layouts by ``id`` of what an optimizer steps: the flat parameter, or the originals as views of the shard."""
@@ -159,14 +150,8 @@ class FlatParam:
             return {id(self.flat): self.layout}
         layouts: dict[int, ParamLayout] = {}
         for param, original in zip(self.flat._params, self.originals, strict=True):
-            if self.is_sharded:
-                local_shape: tuple[int, ...] = (original.length,)
-                parts = tuple(part._replace(start=part.start - original.start) for part in original.parts())
-            else:
-                local_shape = original.local_shape
-                box = Box(original.corner, local_shape) if original.corner is not None else None
-                parts = (ParamPart(original.fqns[0], original.shape, box, 0),) if box is not None else ()
-            layouts[id(param)] = ParamLayout(local_shape, parts, {original.fqns[0]: original.shape})
+            unflattened = tuple(part._replace(strides=None) for part in original.whole.parts)
+            layouts[id(param)] = original.held if self.is_sharded else original.whole._replace(parts=unflattened)
         return layouts
 
     def local_shard(self) -> torch.Tensor:
@@ -202,7 +187,7 @@ class FlatParam:
         if self.flat._params is None or self.handle._skipped_use_sharded_views:
             return
         for param, original in zip(self.flat._params, self.originals, strict=True):
-            if original.length == 0 or is_dtensor(param):
+            if not original.held.parts or is_dtensor(param):
                 continue
             if param.data_ptr() != shard.data_ptr() + original.start * shard.element_size():
                 raise StateError(

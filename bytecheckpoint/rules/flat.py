@@ -7,6 +7,7 @@ that their own rules apply (tensor parallelism inside ZeRO). Then each of their 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from operator import mul
 from typing import NamedTuple
@@ -42,13 +43,18 @@ class _Family:
         self.cuts: list[list[_Cut]] = []
 
 
-def flat_tensors(
-    items: Iterable[Matched], find: _Find, mesh: Mesh, stored: Mapping[str, Sequence[Source]], faults: Faults
-) -> dict[str, Draft]:
-    """Return the global tensors of the members of flat buffers, by name.
+def add_flat_tensors(
+    items: Iterable[Matched],
+    find: _Find,
+    mesh: Mesh,
+    stored: Mapping[str, Sequence[Source]],
+    faults: Faults,
+    drafts: dict[str, Draft],
+) -> None:
+    """Add the global tensors of the members of flat buffers to ``drafts``, and what is wrong to ``faults``.
 
     ``find`` returns the rule of a member. ``stored`` are all stored tensors, for the shapes of members that a rule
-    names. Adds what is wrong to ``faults``.
+    names.
     """
     families: dict[str, _Family] = {}
     groups: dict[tuple[int, str, tuple[tuple[str, int], ...]], list[Matched]] = {}
@@ -64,10 +70,8 @@ def flat_tensors(
             _add(family, buffers, find, mesh, stored)
         except Misfit as error:
             faults.add(error.kind, first.source.name, f"{first.rule} {error}")
-    result: dict[str, Draft] = {}
     for family in families.values():
-        _resolve(family, mesh, faults, result)
-    return result
+        _resolve(family, mesh, faults, drafts)
 
 
 def _outside(item: Matched) -> dict[str, int]:
@@ -195,7 +199,7 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _resolve(family: _Family, mesh: Mesh, faults: Faults, result: dict[str, Draft]) -> None:
+def _resolve(family: _Family, mesh: Mesh, faults: Faults, drafts: dict[str, Draft]) -> None:
     """Add the global tensors of a family."""
     template = family.rule.template
     assert template is not None
@@ -204,12 +208,11 @@ def _resolve(family: _Family, mesh: Mesh, faults: Faults, result: dict[str, Draf
         regions = [
             piece for region in draft.regions for cut in family.cuts[region.source] for piece in _pieces(region, cut)
         ]
-        if name in result:
-            faults.add(
-                "rename", draft.origin, f"{family.rule} makes {name!r}, which {result[name].origin!r} becomes as well"
-            )
+        if name in drafts:
+            detail = f"{family.rule} makes {name!r}, which {drafts[name].origin!r} becomes as well"
+            faults.add("rename", draft.origin, detail)
         else:
-            result[name] = Draft(draft.rule, draft.origin, draft.dtype, draft.shape, regions)
+            drafts[name] = replace(draft, regions=regions)
 
 
 def _pieces(region: Region, cut: _Cut) -> Iterator[Region]:

@@ -10,7 +10,7 @@ from ..errors import RuleError
 from ..tensors.metadata import BasicMeta
 from .compiled import Compiled, compile_rule, inverse_rule
 from .faults import Faults, nearest
-from .flat import flat_tensors
+from .flat import add_flat_tensors
 from .kinds import KINDS, Averaged, Flat, Ignored, Replicated, Rule, Shaped
 from .patterns import Captures, numbered
 from .placing import Matched
@@ -203,11 +203,7 @@ class Rules:
             if found is not None and isinstance(found[0].rule, (Shaped, Flat)):
                 (flat if isinstance(found[0].rule, Flat) else shaped).append(Matched(number, source, *found))
         drafts = shape_tensors(shaped, mesh, faults)
-        for name, draft in flat_tensors(flat, finder.find_shaped, mesh, stored, faults).items():
-            if name in drafts:
-                detail = f"{draft.rule} makes {name!r}, which {drafts[name].origin!r} becomes as well"
-                faults.add("rename", draft.origin, detail)
-            drafts[name] = draft
+        add_flat_tensors(flat, finder.find_shaped, mesh, stored, faults, drafts)
         finder.check_unused()
         tensors = {name: _finished(name, draft, sources, average, faults) for name, draft in drafts.items()}
         faults.check("the rules do not explain the stored tensors")

@@ -168,7 +168,7 @@ class _Shaping:
     def _dim(self, rule: Compiled, is_special: bool, found: tuple[int, ...], part: str) -> _Dim:  # noqa: FBT001
         key = (id(rule), is_special, found, part)
         if key not in self._dims:
-            self._dims[key] = _dim(rule, found, part) if is_special else _plain_dim(Parts(), found)
+            self._dims[key] = _dim(rule, found, part) if is_special else _of_parts(Parts(), found)
         return self._dims[key]
 
 
@@ -183,32 +183,27 @@ def _dim(rule: Compiled, found: tuple[int, ...], part: str) -> _Dim:
     assert isinstance(rule.rule, Shaped)
     parts = rule.parts.only(part) if part else rule.parts
     sizes = parts.total_sizes(found)
-    held = parts.held(found, sizes)
-    if rule.splits_parts:
+    wholes: dict[str, list[Atom]] | None = None
+    if rule.rule.padded_from is not None:
+        if sizes[WHOLE] < rule.rule.padded_from:
+            raise Misfit(f"needs at least padded_from = {rule.rule.padded_from}, found {sizes[WHOLE]}")
+        wholes = {WHOLE: [Atom(WHOLE, 0, rule.rule.padded_from)]}
+    elif rule.splits_parts:
         wholes = {name: [Atom(name, 0, size)] for name, size in sizes.items()}
     elif part:
         every = rule.parts.sizes
-        wholes = {
-            WHOLE: rule.parts.in_order(every if isinstance(every, Mapping) else dict.fromkeys(every, sizes[part]))
-        }
-    else:
-        wholes = {WHOLE: parts.in_order(sizes)}
-    if rule.rule.padded_from is not None:
-        size = sizes[WHOLE]
-        if size < rule.rule.padded_from:
-            raise Misfit(f"needs at least padded_from = {rule.rule.padded_from}, found {size}")
-        wholes = {WHOLE: [Atom(WHOLE, 0, rule.rule.padded_from)]}
-    return _of_atoms(held, wholes)
+        joined = every if isinstance(every, Mapping) else dict.fromkeys(every, sizes[part])
+        wholes = {WHOLE: rule.parts.in_order(joined)}
+    return _of_parts(parts, found, wholes)
 
 
-def _plain_dim(parts: Parts, found: tuple[int, ...]) -> _Dim:
+def _of_parts(parts: Parts, found: tuple[int, ...], wholes: Mapping[str, list[Atom]] | None = None) -> _Dim:
+    """A dimension of stored tensors of these sizes; ``wholes`` are the global ones, otherwise one with all parts."""
     sizes = parts.total_sizes(found)
-    return _of_atoms(parts.held(found, sizes), {WHOLE: parts.in_order(sizes)})
-
-
-def _of_atoms(held: Sequence[Sequence[Atom]], wholes: Mapping[str, Sequence[Atom]]) -> _Dim:
-    sizes = {name: sum(atom.length for atom in atoms) for name, atoms in wholes.items()}
-    return _Dim(sizes, {name: [runs(atoms, whole) for atoms in held] for name, whole in wholes.items()})
+    held = parts.held(found, sizes)
+    wholes = wholes or {WHOLE: parts.in_order(sizes)}
+    lengths = {name: sum(atom.length for atom in atoms) for name, atoms in wholes.items()}
+    return _Dim(lengths, {name: [runs(atoms, whole) for atoms in held] for name, whole in wholes.items()})
 
 
 def _joined_lengths(rule: Compiled, slots: Iterable[_Slot]) -> tuple[int, ...]:
