@@ -22,6 +22,7 @@ from ..errors import (
     NoValidCheckpointError,
     UnsupportedVersionError,
     UsageError,
+    listed,
 )
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime import DEFAULT_DEADLINE_S
@@ -353,8 +354,7 @@ def _check_files_complete(backend: StorageBackend, manifest: Manifest) -> None:
         for name, size in missing_files(backend, manifest).items()
     ]
     if faults:
-        more = f" and {len(faults) - _MOST_PROBLEMS_SHOWN} more" if len(faults) > _MOST_PROBLEMS_SHOWN else ""
-        raise CorruptionError(f"{backend.url}: {'; '.join(faults[:_MOST_PROBLEMS_SHOWN])}{more}")
+        raise CorruptionError(f"{backend.url}: {listed(faults, _MOST_PROBLEMS_SHOWN, '; ')}")
 
 
 def folders_of(children: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import remove_files
 from ..checkpoint.selection import Exclusion
-from ..errors import KeyExistsError, UsageError
+from ..errors import KeyExistsError, UsageError, listed
 from ..format.hf_index import ADAPTER_CONFIG_KEY, INDEX_KEY, SINGLE_KEY, index_document
 from ..format.safetensors import DATA_ALIGNMENT
 from ..runtime.modes import default_modes
@@ -24,7 +24,7 @@ from ..storage_backends.base import StorageBackend
 from .lora import ADAPTER_KEY, Lora, LoraPlan
 from .related import put_files, with_dtype
 from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure
-from .selection import Expected, ExportedBox, ExportSelection, Tied, parse_cast, shown
+from .selection import Expected, ExportedBox, ExportSelection, Tied, parse_cast
 
 __all__ = ["Expected", "ExportReport", "ExportedBox", "Lora", "Tied", "export_safetensors"]
 
@@ -147,7 +147,7 @@ def _refuse_model(target: StorageBackend) -> None:
     there = [name for name in target.list_children("") if name.endswith(".safetensors") or name == INDEX_KEY]
     if there:
         raise KeyExistsError(
-            f"{target.url} already holds a model ({shown(there)}), which was not changed; "
+            f"{target.url} already holds a model ({listed(there)}), which was not changed; "
             f"give another target, or remove these files first"
         )
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import FormatError, MismatchError, NameNotFoundError, UnsupportedTensorError, UsageError
+from ..errors import FormatError, MismatchError, NameNotFoundError, UnsupportedTensorError, UsageError, listed
 from ..runtime.arguments import check_choice
 from ..tensors.geometry import Box
 
@@ -197,7 +197,10 @@ class LoraPlan:
             if role not in layer
         ]
         if faults:
-            raise MismatchError(f"{self._url}: {len(faults)} LoRA factor(s) are missing: {_shown(faults)}", faults)
+            raise MismatchError(
+                f"{self._url}: {len(faults)} LoRA factor(s) are missing: {listed([name for _, name, _ in faults])}",
+                faults,
+            )
         return layers
 
     # ---------------------------------------------------------------------------------------------------------- merging
@@ -277,7 +280,3 @@ def _without(name: str, adapter: str) -> list[str]:
     parts = name.split(".")
     last = len(parts) - 1 - parts[::-1].index(adapter)
     return parts[:last] + parts[last + 1 :]
-
-
-def _shown(faults: list[tuple[str, str, str]]) -> str:
-    return ", ".join(name for _, name, _ in faults[:5])

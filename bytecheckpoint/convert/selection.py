@@ -11,7 +11,14 @@ import torch
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import Exclusion
-from ..errors import MismatchError, NameCollisionError, NameNotFoundError, UnsupportedTensorError, UsageError
+from ..errors import (
+    MismatchError,
+    NameCollisionError,
+    NameNotFoundError,
+    UnsupportedTensorError,
+    UsageError,
+    listed,
+)
 from ..format.safetensors import code_and_shape
 from ..load.matching import fault_lines
 from ..runtime.arguments import check_choice
@@ -113,7 +120,7 @@ class ExportSelection:
         if per_rank:
             raise MismatchError(
                 f"{self.checkpoint.url}: {len(per_rank)} tensor(s) of section {self.section!r} were saved for single "
-                f"ranks and are not part of the model: {shown(per_rank)}; leave them out with exclude",
+                f"ranks and are not part of the model: {listed(per_rank)}; leave them out with exclude",
                 [("per_rank", name, "saved for a single rank") for name in per_rank],
             )
         for alias, stored in self.checkpoint.aliases.items():
@@ -131,7 +138,7 @@ class ExportSelection:
         rows = {names[0]: row for row, names in groups.items()}
         unknown = sorted({part.source for part in self.parts.values()} - rows.keys())
         if unknown:
-            raise NameNotFoundError(f"{self.checkpoint.url}: parts of {shown(unknown)}, which are not stored")
+            raise NameNotFoundError(f"{self.checkpoint.url}: parts of {listed(unknown)}, which are not stored")
         tensors = self.checkpoint.manifest.tensors
         chosen = [
             OutputTensor(name, row, part.box, tensors.meta_of(row).dtype, part.shape, self._added(row))
@@ -165,7 +172,7 @@ class ExportSelection:
 def _refuse_collisions(names: Iterable[str]) -> None:
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise NameCollisionError(f"several tensors would be exported under one name: {shown(twice)}; change rename")
+        raise NameCollisionError(f"several tensors would be exported under one name: {listed(twice)}; change rename")
 
 
 def _expected_shapes(expected: Expected) -> dict[str, tuple[int, ...] | None]:
@@ -180,14 +187,8 @@ def _check_dtypes(tensors: Sequence[OutputTensor]) -> None:
     odd = [f"{one.name} ({one.dtype})" for one in tensors if code_and_shape(one.dtype, one.shape) is None]
     if odd:
         raise UnsupportedTensorError(
-            f"safetensors has no dtype for {len(odd)} tensor(s): {shown(odd)}; leave them out with exclude"
+            f"safetensors has no dtype for {len(odd)} tensor(s): {listed(odd)}; leave them out with exclude"
         )
-
-
-def shown(names: Sequence[str]) -> str:
-    """The first names, for a message."""
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(names[:10]) + more
 
 
 def parse_cast(cast: str | torch.dtype | None) -> DType | None:

@@ -10,6 +10,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.values import StoredValue, decoded_values, section_tree
 from ..errors import StateError
 from ..format.values import Container, decode_value
+from ..frameworks.optimizer_state import split_entry
 from ..tensors.metadata import Path
 
 _MODELS = frozenset({"module", "fsdp1", "deepspeed", "megatron"})
@@ -97,12 +98,9 @@ def _optimizer_state_dict(values: Mapping[Path, Any], rows: Mapping[str, int]) -
         if path[:1] == ("state",) and len(path) == 3 and type(value) is not Container:
             state.setdefault(str(path[1]), {})[str(path[2])] = value
     for name, row in rows.items():
-        rest = name.removeprefix("state.")
-        end = len(rest)
-        while (end := rest.rfind(".", 0, end)) > 0 and rest[:end] not in options:
-            pass
-        if end > 0:
-            state.setdefault(rest[:end], {})[rest[end + 1 :]] = StoredTensorRef(row)
+        fqn, key = split_entry(name.removeprefix("state."), options)
+        if fqn:
+            state.setdefault(fqn, {})[key] = StoredTensorRef(row)
     groups: list[dict[str, Any]] = []
     for fqn, found in options.items():
         group = next((one for one in groups if {**one, "params": None} == {**found, "params": None}), None)

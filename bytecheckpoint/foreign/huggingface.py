@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from .naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION, is_state_di
 from .pickles import TensorRef
 from .safetensors_folder import SafetensorsFolder, check_weight_map, meta_of, read_weight_map
 from .source_path import SourcePath, read_json
-from .torch_values import TorchValues, read_small
+from .torch_values import TorchValues, read_small, read_torch_file
 
 _BIN_INDEX_KEY = "pytorch_model.bin.index.json"
 _BIN_KEYS = ("pytorch_model.bin", "adapter_model.bin")
@@ -48,12 +49,7 @@ def read_huggingface(source: SourcePath) -> Index | None:
     if _add_torch_model(source, builder):
         return _build(source, builder)
     gguf = next((name for name in names if name.endswith(".gguf")), None)
-    if gguf is not None:
-        raise NotACheckpointError(
-            f"{source.url} holds a GGUF file of llama.cpp ({gguf}), whose quantized blocks are not read; use the "
-            f"safetensors files that it was converted from"
-        )
-    return None
+    return None if gguf is None else read_torch_file(replace(source, url=f"{source.url}/{gguf}", name=gguf))
 
 
 def _build(source: SourcePath, builder: IndexBuilder) -> Index:

@@ -13,6 +13,7 @@ from ..errors import (
     KeyNotFoundError,
     NotACheckpointError,
     UnsupportedTensorError,
+    listed,
 )
 from ..format.hf_index import INDEX_KEY, SINGLE_KEY
 from ..format.lfs import refuse_pointer
@@ -126,7 +127,6 @@ def meta_of(record: HeaderRecord, where: str) -> BasicMeta:
 
 
 _MAX_INDEX_BYTES = 256 << 20  # refuse a larger index instead of parsing it
-_MAX_SHOWN = 5
 
 
 def read_weight_map(backend: StorageBackend, key: str, suffix: str) -> dict[str, str] | None:
@@ -156,5 +156,4 @@ def check_weight_map(index: Mapping[str, str], found: Mapping[str, str], url: st
     faults = [f"{name!r:.200} is not in {file}" for name, file in index.items() if found.get(name) != file]
     if not faults:
         return
-    more = f"; and {len(faults) - _MAX_SHOWN} more" if len(faults) > _MAX_SHOWN else ""
-    raise FormatError(f"{url}: {key} disagrees with the files: {'; '.join(faults[:_MAX_SHOWN])}{more}")
+    raise FormatError(f"{url}: {key} disagrees with the files: {listed(faults, separator='; ')}")

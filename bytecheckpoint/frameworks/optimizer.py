@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import MismatchError, StateError, UnserializableError
+from ..errors import MismatchError, StateError, UnserializableError, listed
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
 from .optimizer_class import class_path, lineage_of, require_same_class
@@ -28,7 +28,6 @@ from .stored_state_dict import StoredStateDict, is_stored_state_dict
 LOSS_SCALER = "loss_scaler"
 """The state of a dynamic loss scaler has the path ``(LOSS_SCALER, number)``; most optimizers have none."""
 
-_MAX_LISTED = 5
 _IGNORABLE = frozenset({"order", "empty_groups", LOSS_SCALER, *MASTERS_OF})
 
 
@@ -155,10 +154,9 @@ def _fill(
     for named in params:
         filler.add(named)
     if filler.unknown and state:
-        more = f" and {len(filler.unknown) - _MAX_LISTED} more" if len(filler.unknown) > _MAX_LISTED else ""
         context.notes.append(
             f"{context.section}: the saved optimizer did not have these parameters, perhaps because they were tied to "
-            f"others, so their state stays as it is: {', '.join(filler.unknown[:_MAX_LISTED])}{more}"
+            f"others, so their state stays as it is: {listed(filler.unknown)}"
         )
     paths = {*map(group_path, names), *(path for path, _ in empty)}
     target.requested_values |= paths
@@ -266,7 +264,7 @@ def _require_common_names(params: list[NamedParam], state: StoredState, context:
         return
     raise MismatchError(
         f"section {context.section!r}: the checkpoint has no state for any of the optimizer's {len(ours)} "
-        f"parameters, so the names differ. In memory: {', '.join(ours[:5])}; stored: {', '.join(theirs[:5])}. "
+        f"parameters, so the names differ. In memory: {listed(ours)}; stored: {listed(theirs)}. "
         "Pass rename=, or leave the optimizer out of the load",
         [("missing", name, "no stored optimizer state of this name") for name in ours],
     )

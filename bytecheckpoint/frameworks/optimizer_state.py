@@ -9,7 +9,7 @@ of others (``wrapper_tensors``) is stored like a dict of them, with a record of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -234,9 +234,9 @@ class StoredState(dict[str, StoredParam]):
             self[str(fqn)].paths.append(path)
         known = self.keys() | {name for named in params for name in named.names}
         for name, meta in section.metas.items():
-            owner = _owner(name, known)
-            if owner is not None:
-                self.setdefault(owner, StoredParam()).tensors[name[len(_PREFIX) + len(owner) + 1 :]] = meta
+            fqn, key = split_entry(name.removeprefix(_PREFIX), known)
+            if fqn and name.startswith(_PREFIX):
+                self.setdefault(fqn, StoredParam()).tensors[key] = meta
         for named in params:
             # A class of the user's may keep state of its own under this key.
             if named.master is not None or type(named.holder.optimizer).__module__.startswith("torch."):
@@ -275,11 +275,10 @@ class StoredState(dict[str, StoredParam]):
                     stored.expected[key] = meta
 
 
-def _owner(name: str, known: set[str]) -> str | None:
-    """The longest known parameter name with which the name of a state tensor begins."""
-    if name.startswith(_PREFIX):
-        end = len(name)
-        while (end := name.rfind(".", len(_PREFIX), end)) > 0:
-            if name[len(_PREFIX) : end] in known:
-                return name[len(_PREFIX) : end]
-    return None
+def split_entry(entry: str, known: Collection[str]) -> tuple[str, str]:
+    """Split ``<fqn>.<key>`` after the longest known name; two empty texts if it begins with none."""
+    end = len(entry)
+    while (end := entry.rfind(".", 0, end)) > 0:
+        if entry[:end] in known:
+            return entry[:end], entry[end + 1 :]
+    return "", ""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import listed
 from ..tensors.shards import SectionTarget, StoredSection
 from .base import Context
 from .dtensor import loaded_class
@@ -30,7 +31,6 @@ _ADAPTERS = "peft_config"
 _PEFT_PREFIX = "base_model.model."
 # Buffers that old versions stored. Models compute them, and transformers drops them whatever the lists contain.
 _STALE = (r"(^|\.)position_ids$", r"(^|\.)rotary_emb\.inv_freq$")
-_MAX_LISTED = 5
 
 _Rule = tuple[str, Callable[[str], Any]]
 """The prefix of a module's names, and a test of the rest of a name."""
@@ -88,10 +88,8 @@ def _apply_lists(
         unread = sorted(name for name in extra if name in computed or _applies(rules, name))
         if unread:
             target.ignorable.update(unread)
-            more = f" and {len(unread) - _MAX_LISTED} more" if len(unread) > _MAX_LISTED else ""
             context.notes.append(
-                f"{context.section}: left unread, because the model computes or ignores them: "
-                f"{', '.join(unread[:_MAX_LISTED])}{more}"
+                f"{context.section}: left unread, because the model computes or ignores them: {listed(unread)}"
             )
 
 

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import MismatchError
+from ..errors import MismatchError, listed
 from ..format.values import Container, is_number, path_name
 from ..tensors.shards import Path, SectionTarget, StoredSection, torch_dtype
 from .base import Context
 from .module_tree import clean_name, modules_of, named_slots
 from .optimizer_groups import group_path, groups_of
 from .optimizer_params import NamedParam
-from .optimizer_state import TENSOR_LEAF, empty_state_path, state_path
+from .optimizer_state import TENSOR_LEAF, empty_state_path, split_entry, state_path
 from .tensors import tensor_shards
 from .tree_paths import PathIndex, build_tree
 
@@ -201,12 +201,10 @@ class StoredStateDict:
         leaves = {path_name(path): value for path, value in values.items() if type(value) is not Container}
         for name, value in (*leaves.items(), *((n, self._rooms.get(n, TENSOR_LEAF)) for n in self._stored.metas)):
             root, _, rest = name.partition(".")
-            end = len(rest)
-            while (end := rest.rfind(".", 0, end)) > 0 and rest[:end] not in known:
-                pass
-            if end > 0 and root in (_STATE, _GROUPS):
+            fqn, key = split_entry(rest, known)
+            if fqn and root in (_STATE, _GROUPS):
                 part = contents.state if root == _STATE else contents.options
-                part.setdefault(rest[:end], {})[rest[end + 1 :]] = value
+                part.setdefault(fqn, {})[key] = value
         return contents
 
     def _by_name(self, contents: _Contents) -> dict[Path, Any]:
@@ -305,7 +303,7 @@ class StoredStateDict:
             raise MismatchError(
                 f"section {self._context.section!r}: the checkpoint has a state dict that numbers its parameters, and "
                 f"{len(wrong)} entries do not have the shapes of the target's parameters in order: "
-                f"{', '.join(wrong[:5])}. {_ADVICE}",
+                f"{listed(wrong)}. {_ADVICE}",
                 [("shape", name, "stored by number, with another shape") for name in wrong],
             )
 

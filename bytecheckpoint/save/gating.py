@@ -18,7 +18,7 @@ import torch
 
 from ..engine.files import FileImage
 from ..engine.staging.staging import Staging
-from ..errors import StateError
+from ..errors import StateError, listed
 from ..frameworks.step_hooks import StepHooks
 from .engine import SaveEngine
 
@@ -92,9 +92,8 @@ def pass_gates(*engines: SaveEngine) -> None:
 def _check_unchanged(watched: Sequence[tuple[str, torch.Tensor, int]]) -> None:
     changed = [name for name, holder, version in watched if holder._version != version]
     if changed:
-        others = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise StateError(
-            f"{', '.join(changed[:3])}{others}: changed after save(gate=True) was called and before handle.staged(), "
+            f"{listed(changed, 3)}: changed after save(gate=True) was called and before handle.staged(), "
             f"but not by a step of an optimizer of the saved state, by load_state_dict or by a load of this library, "
             f"which would have waited. Nothing was saved. Add the optimizer that changes it to the state, call "
             f"handle.wait_staged() first, or save without a gate"

@@ -158,7 +158,7 @@ def test_a_tensor_that_the_index_does_not_list_is_read_as_transformers_reads_it(
 
 def test_folders_of_gguf_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF\3\0\0\0" + bytes(64))
-    with pytest.raises(NotACheckpointError, match=r"GGUF file of llama.cpp \(model-Q4_K_M.gguf\).*safetensors files"):
+    with pytest.raises(NotACheckpointError, match=r"model-Q4_K_M.gguf is a GGUF file of llama.cpp.*safetensors files"):
         bcp.open(tmp_path)
     (tmp_path / "model-Q4_K_M.gguf").unlink()
     with pytest.raises((NotACheckpointError, CheckpointNotFoundError), match=r"nothing|no checkpoint"):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import StateError, UnsupportedTensorError
+from ...errors import StateError, UnsupportedTensorError, listed
 from ...tensors.geometry import Box, row_major_strides
 from ...tensors.mesh_layout import MeshLayout, MeshPlace
 from ..dtensor import loaded_class
@@ -145,7 +145,7 @@ class _Reader:
         ]
         if missing:
             raise StateError(
-                f"sharded_state_dict() of {type(self.chunk).__name__} does not contain {', '.join(missing[:8])}, which "
+                f"sharded_state_dict() of {type(self.chunk).__name__} does not contain {listed(missing)}, which "
                 "would be lost; implement sharded_state_dict() of the modules that own these parameters"
             )
 
