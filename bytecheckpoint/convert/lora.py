@@ -130,7 +130,7 @@ class LoraPlan:
         elif factor is None or factor.adapter != self._adapter:
             return None
         elif factor.adapter:
-            name = ".".join(part for part in _without(name, factor.adapter))
+            name = ".".join(f"{name}.".rsplit(f".{factor.adapter}.", 1)).removesuffix(".")
         return name if name.startswith(_PREFIX) else _PREFIX + name
 
     def config_file(self) -> bytes:
@@ -237,23 +237,23 @@ class LoraPlan:
         key = next((one for one in patterns if re.fullmatch(rf"(.*\.)?({one})", inner)), None)
         alpha = self._lora.alpha if self._lora.alpha is not None else patterns.get(key, config.get("lora_alpha"))
         if alpha is None:
-            raise UsageError(
-                f"{self._url}: the scaling of the adapter is not stored with its tensors; pass adapter_config.json, or "
-                f"alpha (lora_alpha)"
-            )
+            raise self._unknown_scale()
         if type(alpha) not in (int, float):
             raise FormatError(f"adapter_config.json: lora_alpha is {alpha!r:.80}")
         return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+    def _unknown_scale(self) -> UsageError:
+        return UsageError(
+            f"{self._url}: the scaling of the adapter is not stored with its tensors; pass adapter_config.json, or "
+            f"alpha (lora_alpha)"
+        )
 
     def _new_config(self) -> dict[str, Any]:
         """A configuration with what the tensors show."""
         if self._lora.how != "peft":
             return {}
         if self._lora.alpha is None:
-            raise UsageError(
-                f"{self._url}: the scaling of the adapter is not stored with its tensors; pass adapter_config.json, or "
-                f"alpha (lora_alpha)"
-            )
+            raise self._unknown_scale()
         ranks = {path.removeprefix(_PREFIX): self._shape(layer["down"])[0] for path, layer in self._layers.items()}
         saved = {match["path"].removeprefix(_PREFIX) for name in self._rows if (match := _SAVED.fullmatch(name))}
         rank = max(ranks.values())
@@ -274,9 +274,3 @@ class LoraPlan:
     def _shape(self, name: str) -> tuple[int, ...]:
         shape: tuple[int, ...] = self._meta_of(self._rows[name]).shape
         return shape
-
-
-def _without(name: str, adapter: str) -> list[str]:
-    parts = name.split(".")
-    last = len(parts) - 1 - parts[::-1].index(adapter)
-    return parts[:last] + parts[last + 1 :]

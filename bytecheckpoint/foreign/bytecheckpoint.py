@@ -14,7 +14,6 @@ from ..errors import FormatError, KeyNotFoundError
 from ..format.values import UnreadObject
 from ..frameworks.optimizer_groups import same_value
 from ..frameworks.tree_paths import find_all
-from .archives import read_archive
 from .building import IndexBuilder
 from .dcp import DcpFolder
 from .naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION, sections_of
@@ -38,7 +37,7 @@ def read_bytecheckpoint(source: SourcePath) -> Index | None:
     if source.name or f"{MODEL_SECTION}/" not in source.children:
         return None
     try:
-        model = DcpFolder(source.backend, f"{MODEL_SECTION}/")
+        model = DcpFolder(source.below(MODEL_SECTION))
     except KeyNotFoundError:
         return None
     if model.kind != _METADATA:
@@ -46,7 +45,7 @@ def read_bytecheckpoint(source: SourcePath) -> Index | None:
     builder = IndexBuilder(source.backend, "ByteCheckpoint")
     builder.add_tree(MODEL_SECTION, _section_of(model, builder, MODEL_SECTION))
     if f"{OPTIMIZER_SECTION}/" in source.children:
-        optimizer = DcpFolder(source.backend, f"{OPTIMIZER_SECTION}/")
+        optimizer = DcpFolder(source.below(OPTIMIZER_SECTION))
         builder.add_tree(OPTIMIZER_SECTION, _section_of(optimizer, builder, OPTIMIZER_SECTION))
     # A rank that has replicas only writes no tensors.
     return builder.build(world_size=max(model.world_size, _add_extra_state(source, builder)))
@@ -61,10 +60,11 @@ def _section_of(folder: DcpFolder, builder: IndexBuilder, name: str) -> Any:
 
 def _add_extra_state(source: SourcePath, builder: IndexBuilder) -> int:
     """Add the section and return the number of ranks that stored a part of it."""
-    folder = f"{EXTRA_SECTION}/"
-    keys = source.backend.list_children(folder) if folder in source.children else ()
-    files = {int(found[1]): folder + key for key in keys if (found := _EXTRA_FILE.fullmatch(key))}
-    trees = {rank: read_archive(source.backend, files[rank]).value for rank in sorted(files)}
+    folder = source.below(EXTRA_SECTION)
+    names = folder.children if f"{EXTRA_SECTION}/" in source.children else ()
+    files = {int(found[1]): name for name in names if (found := _EXTRA_FILE.fullmatch(name))}
+    ranks = sorted(files)
+    trees = dict(zip(ranks, folder.objects(files[rank] for rank in ranks), strict=True))
     if not trees:
         return 0
     shared, own = _divide(list(trees.values()))

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from ..checkpoint.index import Index
 from ..errors import FormatError, KeyNotFoundError
 from ..frameworks.tree_paths import with_lists
-from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
@@ -39,7 +38,7 @@ def read_dcp(source: SourcePath) -> Index | None:
     """
     if source.name or METADATA_KEY not in source.children:
         return None
-    folder = DcpFolder(source.backend)
+    folder = DcpFolder(source)
     builder = IndexBuilder(source.backend, "torch.distributed.checkpoint")
     tree = folder.tree(builder)
     for section, part in sections_of(tree).items():
@@ -67,14 +66,15 @@ class DcpFolder:
         kind: The class of the metadata.
     """
 
-    def __init__(self, backend: StorageBackend, prefix: str = "") -> None:
-        """Read ``.metadata`` in the folder ``prefix``, which ends in a slash if it is not the backend's root.
+    def __init__(self, source: SourcePath) -> None:
+        """Read ``.metadata``.
 
         Raises ``FormatError`` if it is no metadata of DCP, and ``KeyNotFoundError`` if it is missing.
         """
-        self._backend, self._prefix = backend, prefix
-        self._where = f"{backend.url}/{prefix}{METADATA_KEY}"
-        document = interpret(backend.get(prefix + METADATA_KEY, max_size=_MAX_METADATA_BYTES), self._where)
+        self._backend, self._prefix = source.backend, source.prefix
+        self._where = f"{source.backend.url}/{source.prefix}{METADATA_KEY}"
+        found = source.backend.get(source.prefix + METADATA_KEY, max_size=_MAX_METADATA_BYTES)
+        document = interpret(found, self._where)
         fields = self._fields(document, "Metadata", "state_dict_metadata", "storage_data")
         self.kind: Global = document.cls
         self.tensors: dict[str, BasicMeta] = {}
@@ -84,8 +84,8 @@ class DcpFolder:
         self._headers = self._read_headers(fields.get(_HEADERS))
         self._read_entries(fields["state_dict_metadata"])
         self.paths = self._read_paths(fields.get("planner_data"))
-        files = {item.file.removeprefix(prefix) for item in self._items.values()}
-        ranks = [int(found[1]) for file in files if (found := _RANK_OF_FILE.fullmatch(file))]
+        files = {item.file.removeprefix(self._prefix) for item in self._items.values()}
+        ranks = [int(match[1]) for file in files if (match := _RANK_OF_FILE.fullmatch(file))]
         self.world_size = max(ranks, default=0) + 1
 
     def tree(self, builder: IndexBuilder) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from ..format.lfs import refuse_pointer
 from ..format.values import UnreadObject
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
+from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
 from .archives import LEGACY_MAGIC, read_archive
-from .building import IndexBuilder, StoredLeaf
+from .building import IndexBuilder, StoredBox, StoredLeaf
 from .naming import sections_of
 from .pickles import Global, Instance, Storage, TensorRef, explain
 from .source_path import SourcePath
@@ -76,6 +78,14 @@ class TorchValues:
             found = StoredLeaf.whole(BasicMeta(tensor.dtype, tensor.shape), file, tensor.offset, strides)
             self._leaves[key] = found
         return found
+
+    def flat_part(self, tensor: TensorRef, start: int, boxes: Iterable[Box]) -> Iterator[StoredBox]:
+        """Return where boxes are that lie back to back in a contiguous tensor, from the element ``start`` on."""
+        ((_, file, offset, _),) = self.leaf(tensor).boxes
+        offset += start * tensor.dtype.itemsize
+        for box in boxes:
+            yield StoredBox(box, file, offset)
+            offset += box.numel * tensor.dtype.itemsize
 
 
 def read_small(backend: StorageBackend, tensor: TensorRef) -> torch.Tensor:

@@ -159,7 +159,8 @@ class TreeBuilder:
             if marker.kind in ("list", "tuple") and is_sequence(node):
                 return self._rebuilt(path)
             if marker.kind in MAPPINGS and isinstance(node, MutableMapping):
-                return self._refilled(node, path)
+                rebuilt = self._rebuilt(path)
+                return lambda values: _refilled(node, rebuilt(values))
             detail = (
                 f"stored as a {marker.kind} with tensors or mappings in it, but the target is a {type(node).__name__}"
             )
@@ -169,29 +170,8 @@ class TreeBuilder:
         if path in self.stored.values:
             value_like(node, self.stored.values[path], self._where(path))  # raises before anything changes
 
-        def restore(values: Values) -> Any:
-            value = value_like(node, values[path], self._where(path)) if path in values else node
-            if value is not node and isinstance(node, MutableMapping) and isinstance(value, Mapping):
-                node.clear()
-                node.update(value)
-                return node
-            return value
-
-        return restore
-
-    def _refilled(self, node: MutableMapping[Any, Any], path: Path) -> Restore:
-        """Replace everything in an empty mapping, or one of plain values."""
-        rebuilt = self._rebuilt(path)
-
-        def restore(values: Values) -> Any:
-            tree = rebuilt(values)
-            if not isinstance(tree, Mapping):
-                return tree
-            node.clear()
-            node.update(tree)
-            return node
-
-        return restore
+        where = self._where(path)
+        return lambda values: _refilled(node, value_like(node, values[path], where)) if path in values else node
 
     def _empty_mapping(self, node: Mapping[Any, Any], path: Path, *, skip: bool) -> Restore:
         if not isinstance(node, MutableMapping):
@@ -203,7 +183,8 @@ class TreeBuilder:
             if not path and path not in self.stored.values:
                 return lambda values: node
             return self._leaf(node, path, skip=skip)
-        return self._refilled(node, path)
+        rebuilt = self._rebuilt(path)
+        return lambda values: _refilled(node, rebuilt(values))
 
     def _tensor(self, tensor: torch.Tensor, path: Path, *, skip: bool) -> Restore | None:
         fqn = path_name(path)
@@ -363,6 +344,15 @@ class TreeBuilder:
 
     def _where(self, path: Path) -> str:
         return path_name((self.context.section, *path))
+
+
+def _refilled(node: Any, value: Any) -> Any:
+    """What a load puts in the place of ``node``: a mapping keeps its identity and gets the items of another one."""
+    if value is node or not (isinstance(node, MutableMapping) and isinstance(value, Mapping)):
+        return value
+    node.clear()
+    node.update(value)
+    return node
 
 
 class _Template(Capture):

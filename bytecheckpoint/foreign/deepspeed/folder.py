@@ -14,9 +14,6 @@ from typing import Any
 from ...errors import CheckpointError, CorruptionError, FormatError
 from ..source_path import SourcePath
 
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-"""The counters of an engine, in its model files."""
-
 _POINTERS = ("latest", "latest_universal")
 _MAX_POINTER_BYTES = 4096
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

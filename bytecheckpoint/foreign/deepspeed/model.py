@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from ...errors import FormatError
+from ...frameworks.deepspeed.model import COUNTERS
 from ...frameworks.module import ENGINE_COUNTERS
 from ...frameworks.module_tree import EXTRA_STATE, clean_name
 from ...tensors.geometry import decompose
@@ -15,7 +16,7 @@ from ..building import IndexBuilder, StoredBox, StoredLeaf
 from ..naming import MODEL_SECTION
 from ..pickles import TensorRef
 from ..torch_values import TorchValues
-from .folder import COUNTERS, DeepSpeedFiles
+from .folder import DeepSpeedFiles
 from .partitions import shapes_of
 
 
@@ -135,8 +136,5 @@ class ModelWriter:
                 if type(part) is not TensorRef or not part.is_contiguous or part.numel < length:
                     raise FormatError(f"{self._files.where(name)}: it has no part of the frozen parameter {fqn!r:.200}")
                 metas.setdefault(fqn, BasicMeta(part.dtype, shape))
-                ((_, file, offset, _),) = self._values.leaf(part).boxes
-                for box in decompose(begin, length, shape):
-                    parts[fqn].append(StoredBox(box, file, offset))
-                    offset += box.numel * part.dtype.itemsize
+                parts[fqn] += self._values.flat_part(part, 0, decompose(begin, length, shape))
         return {fqn: StoredLeaf(metas[fqn], boxes) for fqn, boxes in parts.items()}

@@ -8,11 +8,12 @@ from typing import Any
 
 from ...errors import FormatError
 from ...format.values import UnreadObject
+from ...frameworks.deepspeed.optimizer import SCALER_KEYS
 from ...frameworks.optimizer import LOSS_SCALER
 from ...frameworks.optimizer_groups import group_path, options_of
 from ...frameworks.optimizer_state import MASTER, MASTERS_OF, empty_state_path, state_name, state_path
 from ...frameworks.tree_paths import find_all
-from ...tensors.geometry import decompose
+from ...tensors.geometry import Box, decompose
 from ...tensors.metadata import BasicMeta
 from ..building import IndexBuilder, StoredBox, StoredLeaf
 from ..naming import MODEL_SECTION, OPTIMIZER_SECTION
@@ -21,7 +22,6 @@ from ..torch_values import TorchValues
 from .partitions import FlatGroup, Member
 
 _MUON_KEY = "momentum_buffer"
-_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class FlatGroupWriter:
@@ -85,9 +85,9 @@ class FlatGroupWriter:
         sizes = [prod(one.shape) for one in held]
         if tensor.numel != sum(sizes) or not tensor.is_contiguous:
             raise FormatError(f"{group.flats[rank].where}: the {_MUON_KEY} does not fit the partition's parameters")
-        ((_, file, offset, _),) = self._values.leaf(tensor).boxes
         start = sum(sizes[: held.index(member)]) if member in held else 0
-        return StoredLeaf.whole(BasicMeta(tensor.dtype, member.shape), file, offset + start * tensor.dtype.itemsize)
+        places = self._values.flat_part(tensor, start, [Box.whole(member.shape)])
+        return StoredLeaf(BasicMeta(tensor.dtype, member.shape), list(places))
 
     def _part(self, group: FlatGroup, rank: int, key: str) -> TensorRef:
         flat = group.flats[rank]
@@ -112,11 +112,7 @@ class FlatGroupWriter:
             tensor = tensors[span.rank]
             if tensor.dtype != dtype or not tensor.is_contiguous or span.start + span.length > tensor.numel:
                 raise FormatError(f"{group.flats[span.rank].where}: a tensor of {member.fqn!r:.200} does not fit")
-            ((_, file, offset, _),) = self._values.leaf(tensor).boxes
-            start = span.start
-            for box in decompose(span.first, span.length, member.shape):
-                boxes.append(StoredBox(box, file, offset + start * dtype.itemsize))
-                start += box.numel
+            boxes += self._values.flat_part(tensor, span.start, decompose(span.first, span.length, member.shape))
         return StoredLeaf(BasicMeta(dtype, member.shape), boxes)
 
 
@@ -124,5 +120,5 @@ def add_scaler(builder: IndexBuilder, found: Any) -> None:
     """Add the state of the loss scaler, if it is dynamic. A static scale is part of the configuration."""
     attributes = found.attributes if type(found) is Instance else found if isinstance(found, dict) else {}
     if attributes.get("dynamic", attributes.get("dynamic_loss_scale")):
-        scaler = {key: attributes[key] for key in _SCALER_KEYS if type(attributes.get(key)) in (int, float)}
+        scaler = {key: attributes[key] for key in SCALER_KEYS if type(attributes.get(key)) in (int, float)}
         builder.add_value(OPTIMIZER_SECTION, (LOSS_SCALER, 0), scaler)

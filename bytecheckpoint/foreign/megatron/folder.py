@@ -95,7 +95,7 @@ def read_contents(folder: SourcePath, builder: IndexBuilder) -> Contents:
     if METADATA_KEY not in folder.children:
         raise CorruptionError(f"{folder.url}/{METADATA_KEY}: file is missing; fetch it again")
     (common,) = folder.objects([_COMMON])
-    stored = DcpFolder(folder.backend, folder.prefix)
+    stored = DcpFolder(folder)
     if type(common) is not dict or not all(type(key) is str for key in common):
         raise FormatError(f"{folder.url}/{_COMMON}: it holds no dict with names")
     tensors, objects = stored.contents(builder)

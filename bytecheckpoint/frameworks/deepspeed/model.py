@@ -26,11 +26,6 @@ from ..unsupported import require_no_masters
 from .partitions import is_partitioned, partitioned_params, partitions_of, take_changes
 
 
-def is_loaded() -> bool:
-    """Whether this process uses DeepSpeed."""
-    return "deepspeed" in sys.modules
-
-
 def engines_of(obj: object) -> list[Any]:
     """The engines that are a model, or part of it."""
     return [sub for module in modules_of(obj) for sub in submodules(module) if is_engine(sub)]
@@ -66,7 +61,8 @@ def require_supported(engine: Any, where: str) -> None:
             )
 
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""The attributes that an engine stores with its model."""
 
 
 class DeepSpeedAdapter(ModuleAdapter):
@@ -87,7 +83,7 @@ class DeepSpeedAdapter(ModuleAdapter):
     priority: ClassVar[int] = 20
 
     def recognizes(self, obj: object) -> bool:
-        if not is_loaded():
+        if "deepspeed" not in sys.modules:
             return False
         return bool(engines_of(obj)) or any(
             is_partitioned(param) for module in modules_of(obj) for param in module.parameters()
@@ -126,7 +122,7 @@ class DeepSpeedAdapter(ModuleAdapter):
         engines = _checked_engines(obj, context)
         source = super().capture(obj, context)
         for path, engine in _counter_paths(engines).items():
-            source.values[path] = {key: getattr(engine, key) for key in _COUNTERS}
+            source.values[path] = {key: getattr(engine, key) for key in COUNTERS}
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
@@ -196,7 +192,7 @@ def _counter_paths(engines: Sequence[Any]) -> dict[Path, Any]:
 
 
 def _set_counters(engine: Any, counters: Mapping[str, Any]) -> None:
-    vars(engine).update({key: counters[key] for key in _COUNTERS if key in counters})
+    vars(engine).update({key: counters[key] for key in COUNTERS if key in counters})
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 

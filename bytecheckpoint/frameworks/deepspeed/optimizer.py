@@ -15,7 +15,7 @@ from ..optimizer_wrappers import StateHolder, as_list
 from .model import optimizer_of
 from .partitions import FlatRange, Partition, partitions_of, take_changes
 
-_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedOptimizerAdapter(OptimizerAdapter):
@@ -47,7 +47,7 @@ class DeepSpeedOptimizerAdapter(OptimizerAdapter):
     def capture(self, obj: Any, context: Context) -> SectionSource:
         source = super().capture(obj, context)
         for path, scaler in _scalers(obj).items():
-            source.values[path] = {key: getattr(scaler, key) for key in _SCALER_KEYS if hasattr(scaler, key)}
+            source.values[path] = {key: getattr(scaler, key) for key in SCALER_KEYS if hasattr(scaler, key)}
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
@@ -70,7 +70,7 @@ class DeepSpeedOptimizerAdapter(OptimizerAdapter):
             take_changes(copies)
             for path, scaler in scalers.items():
                 found = values.get(path, {})
-                vars(scaler).update({key: found[key] for key in _SCALER_KEYS if key in found and hasattr(scaler, key)})
+                vars(scaler).update({key: found[key] for key in SCALER_KEYS if key in found and hasattr(scaler, key)})
 
         target.apply = apply
         return target
