@@ -306,7 +306,7 @@ def _extra_state_target(
     key = EXTRA_STATE
     keys = {f"{fqn}.{key}" if fqn else key: module for fqn, module in extra.owners.items()}
     held = {path: value for path, value in stored.values.items() if path and path[0] in keys}
-    metas = {fqn: meta for fqn, meta in stored.metas.items() if key in fqn and _up_to(fqn, key) in keys}
+    metas = {fqn: meta for fqn, meta in stored.metas.items() if key in fqn and fqn.partition(key)[0] + key in keys}
     # A module that is itself the root has one key in both forms; what follows it distinguishes them.
     below_root = [str(path[1]) for path in held if path[0] == key and len(path) > 1]
     below_root += [fqn[len(key) + 1 :] for fqn in metas if fqn.startswith(f"{key}.")]
@@ -315,7 +315,3 @@ def _extra_state_target(
         return TreeBuilder(context, stored, target).visit(extra, _EXTRA_STATE)
     extra.owners = keys
     return TreeBuilder(context, StoredSection(metas, held, stored.aliases), target).visit(extra)
-
-
-def _up_to(name: str, part: str) -> str:
-    return name[: name.index(part) + len(part)]

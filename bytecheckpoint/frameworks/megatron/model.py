@@ -181,8 +181,8 @@ def _divide(chunk: nn.Module, fsdp: Any, shards: ModelShards) -> None:
         found = shards.tensors.get(id(param))
         part = model_part(fsdp, name, param) if found is not None else None
         if found is not None and part is not None:
-            found.memory, start, stop = part
-            found.held = found.layout.narrowed(start, stop - start)
+            memory, start, stop = part
+            found.part = found.layout.narrowed(start, stop - start), memory
 
 
 def _declare_replicas(chunk: nn.Module, ddp: Any, shards: ModelShards) -> None:
@@ -203,9 +203,7 @@ def _declare_replicas(chunk: nn.Module, ddp: Any, shards: ModelShards) -> None:
 
 def _held(fqn: str, found: ModelTensor) -> tuple[ParamLayout, torch.Tensor]:
     """The memory on this rank, and what it holds."""
-    if found.memory is not None and found.held is not None:
-        return found.held, found.memory
-    return found.layout, _memory(fqn, found.tensor)
+    return found.part or (found.layout, _memory(fqn, found.tensor))
 
 
 def _memory(fqn: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -38,13 +38,12 @@ _LISTS = (re.compile(r"(?:^|\.)layers\.(?!\d)"), re.compile(r".*(?:^|\.)experts\
 class ModelTensor:
     """A parameter or buffer of the model, and the boxes that it holds.
 
-    If only ``memory`` is on this rank, it has the layout ``held``.
+    If only a part of it is on this rank, ``part`` is that memory and its layout.
     """
 
     tensor: torch.Tensor
     layout: ParamLayout
-    memory: torch.Tensor | None = None
-    held: ParamLayout | None = None
+    part: tuple[ParamLayout, torch.Tensor] | None = None
 
 
 @dataclass(eq=False)
