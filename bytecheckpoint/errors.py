@@ -55,7 +55,6 @@ A message states what happened, where (rank, file, tensor, range), and what to d
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import ClassVar
 
 __all__ = [
@@ -376,9 +375,3 @@ class EngineError(ControlError):
 
 class DeadlineError(ControlError, TimeoutError):
     """A wait exceeded its deadline; the message contains the phase and the ranks that did not arrive."""
-
-
-def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
-    """Join the first ``most`` names for a message, and state how many others there are."""
-    others = len(names) - most
-    return separator.join(names[:most]) + (f" and {others} more" if others > 0 else "")

@@ -22,10 +22,10 @@ from ..errors import (
     NoValidCheckpointError,
     UnsupportedVersionError,
     UsageError,
-    listed,
 )
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime import DEFAULT_DEADLINE_S
+from ..runtime.messages import listed
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
 from .lineage import Abandoned, OrderKey, abandoned_in, order_key, series_of, step_of, trailing_number

@@ -16,9 +16,10 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import remove_files
 from ..checkpoint.selection import Exclusion
-from ..errors import KeyExistsError, UsageError, listed
+from ..errors import KeyExistsError, UsageError
 from ..format.hf_index import ADAPTER_CONFIG_KEY, INDEX_KEY, SINGLE_KEY, index_document
 from ..format.safetensors import DATA_ALIGNMENT
+from ..runtime.messages import listed
 from ..runtime.modes import default_modes
 from ..storage_backends.base import StorageBackend
 from .lora import ADAPTER_KEY, Lora, LoraPlan

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import FormatError, MismatchError, NameNotFoundError, UnsupportedTensorError, UsageError, listed
+from ..errors import FormatError, MismatchError, NameNotFoundError, UnsupportedTensorError, UsageError
 from ..runtime.arguments import check_choice
+from ..runtime.messages import listed
 from ..tensors.geometry import Box
 
 LoraForm = Literal["merge", "peft"]

@@ -17,11 +17,11 @@ from ..errors import (
     NameNotFoundError,
     UnsupportedTensorError,
     UsageError,
-    listed,
 )
 from ..format.safetensors import code_and_shape
 from ..load.matching import fault_lines
 from ..runtime.arguments import check_choice
+from ..runtime.messages import listed
 from ..tensors.dtypes import DTYPES, DType, is_meaningful_cast
 from ..tensors.geometry import Box
 from .lora import LoraPlan, LowRank

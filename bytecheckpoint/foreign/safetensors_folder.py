@@ -13,11 +13,11 @@ from ..errors import (
     KeyNotFoundError,
     NotACheckpointError,
     UnsupportedTensorError,
-    listed,
 )
 from ..format.hf_index import INDEX_KEY, SINGLE_KEY
 from ..format.lfs import refuse_pointer
 from ..format.safetensors import HeaderRecord, SafetensorsHeader, dtype_and_shape, parse_header
+from ..runtime.messages import listed
 from ..storage_backends.base import StorageBackend
 from ..tensors.metadata import BasicMeta
 from .source_path import SourcePath, read_json

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import MismatchError, StateError, UnserializableError, listed
+from ..errors import MismatchError, StateError, UnserializableError
+from ..runtime.messages import listed
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
 from .optimizer_class import class_path, lineage_of, require_same_class

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import listed
+from ..runtime.messages import listed
 from ..tensors.shards import SectionTarget, StoredSection
 from .base import Context
 from .dtensor import loaded_class

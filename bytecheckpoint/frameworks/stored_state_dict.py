@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import MismatchError, listed
+from ..errors import MismatchError
 from ..format.values import Container, is_number, path_name
+from ..runtime.messages import listed
 from ..tensors.shards import Path, SectionTarget, StoredSection, torch_dtype
 from .base import Context
 from .module_tree import clean_name, modules_of, named_slots

@@ -1,4 +1,4 @@
-"""Threads and exit hooks, garbage collector pauses, checks of arguments, and limits that all layers share."""
+"""Threads and exit hooks, garbage collector pauses, checks of arguments, messages, and limits that all layers share."""
 
 from __future__ import annotations
 

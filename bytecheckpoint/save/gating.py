@@ -18,8 +18,9 @@ import torch
 
 from ..engine.files import FileImage
 from ..engine.staging.staging import Staging
-from ..errors import StateError, listed
+from ..errors import StateError
 from ..frameworks.step_hooks import StepHooks
+from ..runtime.messages import listed
 from .engine import SaveEngine
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import StateError, UnsupportedTensorError, listed
+from ...errors import StateError, UnsupportedTensorError
+from ...runtime.messages import listed
 from ...tensors.geometry import Box, row_major_strides
 from ...tensors.mesh_layout import MeshLayout, MeshPlace
 from ..dtensor import loaded_class
