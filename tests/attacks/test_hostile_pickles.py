@@ -306,8 +306,6 @@ OBJECTS: dict[str, dict[str, bytes]] = {
     "masters are a number": deepspeed_with(
         optimizer={"optimizer_state_dict": {"state": {}, "param_groups": []}, "fp32_groups": 5}
     ),
-    "groups are bytes": file_with({"optimizer": {"state": {}, "param_groups": [b"x"]}}),
-    "params are a number": file_with({"optimizer": {"state": {}, "param_groups": [{"params": 5}]}}),
     "key is NaN": file_with({"lr_scheduler": {float("nan"): 1}}),
     "tensor below a tuple": file_with({"optimizer": {"state": {(0,): {"step": torch.ones(1)}}, "param_groups": []}}),
     "one name twice": file_with({"model": {"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}}),
