@@ -126,8 +126,7 @@ class SaveRequest(SaveOptions):
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         options = replace(self, **check_arguments(values, layout=choice(Layout), replicas=choice(Replicas)))
         options.selection.check()
-        options._check_codec()
-        options._check_base()
+        options._check_encoding()
         pack_metadata(dict(options.metadata))
         return options
 
@@ -145,31 +144,25 @@ class SaveRequest(SaveOptions):
         size = self.chunk_size or chunk_size_for(nbytes)
         return size if self.codec is None and self.base is None else min(size, MAX_ENCODED_CHUNK)
 
-    def _check_codec(self) -> None:
-        if self.codec is None:
-            return
-        try:
-            if self.codec != AUTO:
-                find_codec(self.codec)
-        except UnsupportedVersionError as error:
-            raise UsageError(f"codec must be None, {AUTO!r} or one of {', '.join(list_codecs())}: {error}") from None
-        if self.codec != AUTO and self.layout != "shards":
+    def _check_encoding(self) -> None:
+        codec = None if self.codec == AUTO else self.codec
+        if codec is not None:
+            try:
+                find_codec(codec)
+            except UnsupportedVersionError as error:
+                known = ", ".join(list_codecs())
+                raise UsageError(f"codec must be None, {AUTO!r} or one of {known}: {error}") from None
+        for name, value in (("codec", codec), ("base", self.base)):
+            if value is not None and self.layout != "shards":
+                raise UsageError(
+                    f"{name}={value!r} needs layout='shards': other layouts make safetensors files, which have no "
+                    f"codec and cannot refer to older files"
+                )
+        is_encoded = self.codec is not None or self.base is not None
+        if is_encoded and self.chunk_size is not None and self.chunk_size > MAX_ENCODED_CHUNK:
             raise UsageError(
-                f"codec={self.codec!r} needs layout='shards': other layouts make safetensors files, which have no codec"
+                f"with a codec or a base, chunk_size must be at most {MAX_ENCODED_CHUNK}, not {self.chunk_size}"
             )
-        if self.chunk_size is not None and self.chunk_size > MAX_ENCODED_CHUNK:
-            raise UsageError(f"with a codec, chunk_size must be at most {MAX_ENCODED_CHUNK}, not {self.chunk_size}")
-
-    def _check_base(self) -> None:
-        if self.base is None:
-            return
-        if self.layout != "shards":
-            raise UsageError(
-                f"base={self.base!r} needs layout='shards': other layouts make safetensors files, which cannot refer "
-                f"to older files"
-            )
-        if self.chunk_size is not None and self.chunk_size > MAX_ENCODED_CHUNK:
-            raise UsageError(f"with a base, chunk_size must be at most {MAX_ENCODED_CHUNK}, not {self.chunk_size}")
 
     def shared_arguments(self, url: str, sections: Sequence[str]) -> dict[str, str]:
         """Return the arguments that must be equal on all ranks, for comparison and for messages."""
