@@ -14,21 +14,6 @@ from .lifecycle import SaveLifecycle
 
 
 @dataclass(frozen=True)
-class SaveProgress:
-    """How far a save is on this rank.
-
-    Attributes:
-        state: ``preparing``, ``queued``, ``merging``, ``writing``, ``committed``, ``failing`` or ``failed``.
-        bytes_written: Bytes that this rank has written.
-        bytes_total: Bytes that this rank will write; 0 while the save is being planned.
-    """
-
-    state: str
-    bytes_written: int
-    bytes_total: int
-
-
-@dataclass(frozen=True)
 class SaveResult:
     """A committed checkpoint, and what this rank wrote of it.
 
@@ -79,7 +64,6 @@ class SaveHandle:
         self._lifecycle = lifecycle
         self._staging: Staging | None = None
         self._upload: SaveLifecycle[TransferReport] | None = None
-        self._bytes_total = 0
         self._is_asked = False
 
     def staged(self) -> bool:
@@ -112,16 +96,6 @@ class SaveHandle:
             return self._lifecycle.wait_final(timeout)
         self._lifecycle.check_is_own()
         return staging.wait_copied(timeout)
-
-    def progress(self) -> SaveProgress:
-        """Return how far the save is on this rank. Does not wait.
-
-        Returns:
-            The state and the bytes.
-        """
-        written = self.timings.work.get("write")
-        nbytes = 0 if written is None else written.nbytes
-        return SaveProgress(self._lifecycle.state.name.lower(), nbytes, max(self._bytes_total, nbytes))
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not; with a tier, the upload may continue."""
@@ -223,9 +197,9 @@ class SaveHandle:
         upload = self._upload
         (self._lifecycle if upload is None else upload).add_done_callback(lambda: callback(self))
 
-    def _watch(self, staging: Staging, bytes_total: int) -> None:
+    def _watch(self, staging: Staging) -> None:
         """Answer ``staged`` from ``staging`` until the save has ended, and release ``staging`` then."""
-        self._staging, self._bytes_total = staging, bytes_total
+        self._staging = staging
         self._lifecycle.add_done_callback(self._release_staging)
 
     def _release_staging(self) -> None:

@@ -285,8 +285,7 @@ class SaveRun:
             if not self.options.gate:  # which is to return before most of the state is read
                 chunk_size, engine = self.commit.chunk_size, self.engine
                 find_unchanged(images, chunk_size, engine.io, engine.copy_helpers, self.timings)
-        merge_files = [] if merge is None else merge.files
-        merged = [file.section for file in merge_files]
+        merged = [] if merge is None else [file.section for file in merge.files]
         self._keys += [image.key for image in images]
         self._keys += [data_key(share.attempt, section, self.op.rank, "tensors") for section in merged]
         self._copy = StateCopy(
@@ -298,8 +297,7 @@ class SaveRun:
             is_async=self.is_async,
             gate=self.options.gate,
         )
-        files = [*images, *(FileImage("", one.section, "", one.head, one.offsets, one.nbytes) for one in merge_files)]
-        self.handle._watch(self._copy.staging, sum(file.size for file in files))
+        self.handle._watch(self._copy.staging)
         return self._copy
 
     def _save_in(self, tier: Tier) -> None:

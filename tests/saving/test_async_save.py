@@ -24,7 +24,6 @@ import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.errors import DeadlineError, StateError, UsageError
-from bytecheckpoint.save.handle import SaveProgress
 from bytecheckpoint.save.lifecycle import SaveLifecycle
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
@@ -505,13 +504,8 @@ def test_an_interrupt_while_a_save_is_handed_over(tmp_path: Path, monkeypatch: p
         assert not (tmp_path / "1").exists()
 
 
-def test_progress_and_durations(tmp_path: Path) -> None:
-    with _held_at("save.commit"):
-        handle = bcp.save(tmp_path, training(1.0), async_save=True)
-        assert handle.progress().bytes_total > 0
-    result = handle.result(WAIT_S)
-    done = handle.progress()
-    assert done == SaveProgress("committed", result.bytes_written, result.bytes_written)
+def test_durations(tmp_path: Path) -> None:
+    result = bcp.save(tmp_path, training(1.0), async_save=True).result(WAIT_S)
     assert list(result.seconds)[:5] == ["check", "describe", "agree", "plan", "stage"]
     assert {"write", "confirm", "commit"} <= set(result.seconds)
     assert all(seconds >= 0 for seconds in result.seconds.values())
