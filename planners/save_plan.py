@@ -14,6 +14,7 @@ import msgpack
 import numpy as np
 
 from ..errors import PlanError
+from ..runtime.ranks import ranks_text
 from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 from .balance import choose_writers
 from .coverage import tiling_faults
@@ -28,7 +29,6 @@ from .table_merge import (
     merge_sections,
     merge_tensors,
     merge_values,
-    ranks_text,
 )
 from .wire import Bool, pack, pack_slices
 

@@ -10,6 +10,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from ..errors import PlanError
+from ..runtime.ranks import ranks_text
 from ..tensors.tables import Int64, TensorTable, ragged_positions, ragged_starts
 from .local_plan import ValueKey
 from .plan_groups import PlanGroup
@@ -44,20 +45,6 @@ class PlannedValues:
         """
         nothing: Int64 = np.empty(0, np.int64)
         return cls([], nothing, nothing, nothing.astype(np.bool_))
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return a text such as ``rank 3`` or ``ranks 0-3, 8``, shortened if there are many ranges."""
-    stretches: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if stretches and stretches[-1][1] == rank - 1:
-            stretches[-1][1] = rank
-        else:
-            stretches.append([rank, rank])
-    parts = [str(a) if a == b else f"{a}-{b}" for a, b in stretches[:8]]
-    if len(stretches) > 8:
-        parts.append(f"... ({len(set(ranks))} ranks)")
-    return ("rank " if len(set(ranks)) == 1 else "ranks ") + ", ".join(parts)
 
 
 def merge_tensors(

@@ -1,21 +1,12 @@
-"""Compare facts across ranks and format sets of ranks."""
+"""Compare facts across ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+
+from ..runtime.ranks import ranks_text
 
 _SHOWN_CHARACTERS = 200
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Format ``[0, 1, 2, 5]`` as ``0-2,5``."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def describe_disagreement(phase: str, facts: Sequence[Mapping[str, str]]) -> str:
@@ -38,7 +29,7 @@ def describe_disagreement(phase: str, facts: Sequence[Mapping[str, str]]) -> str
 
 
 def _format_value(value: str | None, ranks: Sequence[int]) -> str:
-    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
+    where = ranks_text(ranks)
     if value is None:
         return f"nothing on {where}"
     return f"{value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + '...'!r} on {where}"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bytecheckpoint import errors
-from bytecheckpoint.control.agreement import describe_disagreement, format_ranks
+from bytecheckpoint.control.agreement import describe_disagreement
 from bytecheckpoint.control.failure import FailureRecord
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.control.single import SingleProcess
@@ -19,6 +19,7 @@ from bytecheckpoint.errors import (
     RankFailedError,
     StorageError,
 )
+from bytecheckpoint.runtime.ranks import format_ranks, ranks_text
 
 HERE = PeerIdentity(2, "host-a", 4711, 99, "boot", "pidns", "netns")
 
@@ -44,6 +45,12 @@ def round_trip(error):
 )
 def test_ranks_are_formatted_as_spans(ranks, text):
     assert format_ranks(ranks) == text
+
+
+def test_many_spans_are_shortened():
+    assert ranks_text([7]) == "rank 7"
+    assert ranks_text(range(2000)) == "ranks 0-1999"
+    assert ranks_text(range(0, 2000, 2)) == "ranks 0,2,4,6,8,10,12,14,..."
 
 
 def test_a_disagreement_lists_values_and_ranks():
