@@ -55,8 +55,8 @@ class FailureRecord:
             pid=here.pid,
             phase=phase,
             error_type=type(error).__name__,
-            message=_shorten(message_of(error), _MESSAGE_LIMIT_CHARACTERS),
-            traceback_text=_shorten(traceback_text_of(error), _TRACEBACK_LIMIT_CHARACTERS),
+            message=shorten(message_of(error), _MESSAGE_LIMIT_CHARACTERS),
+            traceback_text=shorten(traceback_text_of(error), _TRACEBACK_LIMIT_CHARACTERS),
             raised_as=raised_as,
             faults=faults_of(error),
         )
@@ -143,7 +143,8 @@ def traceback_text_of(error: BaseException) -> str:
         return "".join(traceback.format_tb(error.__traceback__))
 
 
-def _shorten(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
+    """Return the beginning and the end of a text that has more than ``limit`` characters, as text that UTF-8 has."""
     # Lone surrogates (from file names) have no UTF-8 form.
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return text if len(text) <= limit else text[: limit // 2] + "\n[...]\n" + text[-limit // 2 :]

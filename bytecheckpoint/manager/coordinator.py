@@ -23,6 +23,7 @@ import torch
 from ..checkpointer import Session
 from ..control.agreement import describe_disagreement
 from ..control.base import Operation
+from ..control.failure import message_of, shorten
 from ..errors import (
     ControlError,
     DeadlineError,
@@ -331,12 +332,9 @@ def agree_on_last_save(op: Operation, step: int | None, error: BaseException, de
     with op.phase("device"):
         _wait_for_device(deadline_s)
     is_consequence = isinstance(error, ControlError)
-    packed = op.gather(
-        "join",
-        msgpack.packb(
-            _LeavingRank(-1 if step is None else step, type(error).__name__, _message_of(error), is_consequence)
-        ),
-    )
+    message = shorten(message_of(error), _MAX_MESSAGE)
+    report = _LeavingRank(-1 if step is None else step, type(error).__name__, message, is_consequence)
+    packed = op.gather("join", msgpack.packb(report))
     response = None
     if packed is not None:
         with op.phase("decide"):
@@ -366,11 +364,3 @@ def _wait_for_device(deadline_s: float) -> None:
                 f"{stream.device} is still busy after {deadline_s:g} s, probably in a collective that other ranks left"
             )
         never.wait(_POLL_S)
-
-
-def _message_of(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - __str__ of a foreign exception may raise anything
-        return ""
-    return text[:_MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()
