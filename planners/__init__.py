@@ -40,7 +40,6 @@ from .local_plan import (
     pack_boxes,
     unpack_boxes,
 )
-from .plan_cache import CachedPlan, PlanCache
 from .plan_groups import PlanGroup, mesh_boxes
 from .request_classes import (
     BoxRequest,
@@ -67,7 +66,6 @@ __all__ = [
     "Assignment",
     "Batch",
     "BoxRequest",
-    "CachedPlan",
     "ClassSummary",
     "ContentChecks",
     "ContentComparison",
@@ -82,7 +80,6 @@ __all__ = [
     "PackedBoxes",
     "Packet",
     "PartBox",
-    "PlanCache",
     "PlanGroup",
     "PlanTable",
     "PlannedFile",

@@ -19,15 +19,11 @@ import zstandard
 from ..checkpoint.attempts import attempt_name, new_attempt_id
 from ..control.agreement import describe_disagreement
 from ..control.base import Operation
-from ..engine.files import FileLayout
-from ..engine.merging.merge import MergeWork
 from ..errors import DisagreementError, PlanError
-from ..planners import CONTRIBUTION_BYTES, CachedPlan, PackedBoxes, PlanCache, pack_boxes
+from ..planners import CONTRIBUTION_BYTES, PackedBoxes, pack_boxes
 from .local_state import LocalState, OrderedPlan
+from .plan_cache import PlanCache, PlannedShare
 from .selection import raise_unmatched
-
-Plans = PlanCache[FileLayout, MergeWork]
-PlannedShare = CachedPlan[FileLayout, MergeWork]
 
 _KNOWN, _NEW = b"\1", b"\2"  # the first byte of a rank's first message
 _REUSE, _PLAN = b"g", b"p"  # the first byte of rank 0's verdict
@@ -108,7 +104,7 @@ class RankSummary(NamedTuple):
 
 def agree(
     op: Operation,
-    plans: Plans,
+    plans: PlanCache,
     local: LocalState,
     arguments: Mapping[str, str],
     *,

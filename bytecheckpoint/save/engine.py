@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 
 from ..checkpoint.attempts import has_expired
 from ..engine.blocks import Block
-from ..engine.files import FileLayout
-from ..engine.merging.merge import MIN_MERGE_BLOCKS, MergeWork
+from ..engine.merging.merge import MIN_MERGE_BLOCKS
 from ..engine.objects import files_of
 from ..engine.resources import IOEngine
 from ..engine.staging.arena import BLOCK, Arena
 from ..errors import StateError, UsageError
 from ..format.manifest import MANIFEST_TRAILER, Manifest
-from ..planners import PlanCache
 from ..runtime.threads import Threads
 from ..storage_backends import StorageBackend, parent_url
+from .plan_cache import PlanCache
 
 DEFAULT_MERGE_MEMORY_BYTES = 64 << 20
 """Default memory of the merge stage, which bounds its unfinished pieces: eight blocks."""
@@ -127,7 +126,7 @@ class SaveEngine(IOEngine):
         self.background = Threads(1, thread_name_prefix="bcp-save")
         self.helpers = Threads(_HELPERS, thread_name_prefix="bcp-help")
         self.uploads = Threads(1, thread_name_prefix="bcp-upload")
-        self.plans: PlanCache[FileLayout, MergeWork] = PlanCache()
+        self.plans = PlanCache()
         self.shared = SharedSaves()
         self.store_rates: dict[str, float] = {}
         self._own = threading.local()

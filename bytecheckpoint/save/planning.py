@@ -25,7 +25,6 @@ from ..errors import PlanError
 from ..planners import (
     DIGEST_BYTES,
     Assignment,
-    CachedPlan,
     ContentChecks,
     ContentComparison,
     GatherShare,
@@ -40,8 +39,9 @@ from ..planners import (
     unpack_boxes,
 )
 from ..version import HEADER_METADATA
-from .agreement import NewPlan, Plans, RankSummary, SaveShare, pack_parts, unpack_parts
+from .agreement import NewPlan, RankSummary, SaveShare, pack_parts, unpack_parts
 from .local_state import LocalState, OrderedPlan
+from .plan_cache import PlanCache, PlannedShare
 from .replicas import Contents, find_diverged, replica_error
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _SEND, _SEND_DIGESTS, _SEPARATE, _SHARE = "send", "digests", "separate", "share"
 
 
 def plan_save(
-    op: Operation, plans: Plans, local: LocalState, new: NewPlan, new_id: Callable[[], bytes] = new_attempt_id
+    op: Operation, plans: PlanCache, local: LocalState, new: NewPlan, new_id: Callable[[], bytes] = new_attempt_id
 ) -> SaveShare:
     """Make a new plan and return this rank's share of it. All ranks call it.
 
@@ -93,7 +93,7 @@ def plan_save(
         merge = MergeWork.of(GatherShare.from_bytes(gather_bytes), ordered.plan, HEADER_METADATA)
     content_checks = ContentChecks.from_bytes(checks, op.rank, op.world_size)
     files = local.lay_out(assignment, ordered.order)
-    planned = CachedPlan(plan_id, assignment, content_checks, nbytes, separated, ordered.order, files, merge=merge)
+    planned = PlannedShare(plan_id, assignment, content_checks, nbytes, separated, ordered.order, files, merge)
     if negotiation is not None:
         planned = replace(planned, plan=negotiation.plan, comparison=negotiation.comparison)
     if plan_id:

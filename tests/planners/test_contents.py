@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from bytecheckpoint.planners import CachedPlan, ContentChecks, HeldContents, PlanCache, compare_contents, stack_digests
-from bytecheckpoint.planners.balance import Assignment
-from bytecheckpoint.tensors.tables import Int64
+from bytecheckpoint.planners import ContentChecks, HeldContents, compare_contents, stack_digests
 
 World = list[dict[str, int]]
 """By rank, what each item contains."""
@@ -103,26 +101,3 @@ def test_so_many_may_differ(count: int, cacheable: bool) -> None:
 def test_checks_survive_the_wire() -> None:
     packed = compare_contents(held([{"a": 1, "b": 2}] * 2), 2).checks()[1]
     assert ContentChecks.from_bytes(packed, 1, 2).equal[0].tolist() == [0, 1]
-
-
-def _plan(plan_id: bytes) -> CachedPlan[str, str]:
-    nothing: Int64 = np.empty(0, np.int64)
-    checks = ContentChecks(0, 1, [], [], [], nothing, 0, [])
-    return CachedPlan(plan_id, Assignment([], nothing, nothing.astype(np.bool_)), checks)
-
-
-def test_the_plan_used_longest_ago_makes_room() -> None:
-    cache: PlanCache[str, str] = PlanCache(2)
-    for name in (b"a", b"b"):
-        cache.keep(name, _plan(name))
-    assert cache.find(b"a") is not None
-    cache.keep(b"c", _plan(b"c"))
-    assert cache.find(b"b") is None
-    assert [cache.find(name) is not None for name in (b"a", b"c")] == [True, True]
-    cache.keep(b"a", _plan(b"new"))
-    found = cache.find(b"a")
-    assert found is not None
-    assert found.plan_id == b"new"
-    assert len(cache) == 2
-    cache.clear()
-    assert len(cache) == 0

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 import bytecheckpoint as bcp
+from bytecheckpoint.save.plan_cache import PlanCache
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -370,3 +371,17 @@ def test_no_tensor_is_kept_alive(tmp_path: Path) -> None:
         del tensor
         gc.collect()
         assert alive() is None
+
+
+def test_the_plan_used_longest_ago_makes_room() -> None:
+    cache, names = PlanCache(), [bytes([number]) for number in range(9)]
+    plans: list[Any] = [object() for _ in names]
+    for name, plan in zip(names[:8], plans, strict=False):
+        cache.keep(name, plan)
+    assert cache.find(names[0]) is plans[0]
+    cache.keep(names[8], plans[8])
+    assert cache.find(names[1]) is None
+    assert [cache.find(name) is not None for name in names].count(True) == 8
+    cache.keep(names[0], plans[1])
+    assert cache.find(names[0]) is plans[1]
+    assert len(cache) == 8
