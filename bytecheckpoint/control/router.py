@@ -8,8 +8,6 @@ all ranks below it have left, so a rank that is late still learns of a failure.
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import socket
 import threading
 import time
@@ -19,6 +17,7 @@ from typing import Any, Protocol
 
 import msgpack
 
+from ..runtime.waiting import Waiters
 from .failure import FailureRecord
 from .messages import Introduction, Message, WaitStep
 from .peers import PeerIdentity, PeerWatch
@@ -77,9 +76,8 @@ class Router:
         self.watch = PeerWatch(here, [])
         self.hosts: dict[int, str] = {}
         self._network = network
-        # Not a Condition: an interrupt while one is entered can leave its lock held.
         self._lock = threading.Lock()
-        self._waiters: set[queue.SimpleQueue[None]] = set()
+        self._waiters = Waiters()
         self._states: dict[str, OperationState] = {}
         self._closed: dict[str, None] = {}
         self._verdicts: dict[str, FailureRecord] = {}
@@ -105,7 +103,7 @@ class Router:
             state.payloads.clear()
             state.close_streams()
             self._forget_if_over(state)
-            self._wake_waiters()
+            self._waiters.wake()
 
     def has_operations(self) -> bool:
         """Whether this rank or one below is in an operation that this rank has begun."""
@@ -118,23 +116,12 @@ class Router:
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until a condition holds, which is checked under the lock after each message; return whether it does."""
-        give_up = time.monotonic() + timeout_s
-        wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        with self._lock:
-            self._waiters.add(wake)
-        try:
-            while True:
-                with self._lock:
-                    if condition():
-                        return True
-                left_s = give_up - time.monotonic()
-                if left_s <= 0:
-                    return False
-                with contextlib.suppress(queue.Empty):
-                    wake.get(timeout=left_s)
-        finally:
+
+        def holds() -> bool:
             with self._lock:
-                self._waiters.discard(wake)
+                return condition()
+
+        return self._waiters.wait_until(holds, timeout_s)
 
     def wait_until_finished(self, timeout_s: float) -> None:
         """Wait until all ranks below have left the operations that this rank has left."""
@@ -264,19 +251,19 @@ class Router:
                 self._network.send(sender, Message("alive", "").pack())
                 return
             if message.kind == "alive":
-                self._wake_waiters()
+                self._waiters.wake()
                 return
             state = self._state(message.operation)
             if message.kind == "report":
                 self._receive_report(sender, state, message)
             elif state is not None:
                 self._receive(sender, state, message)
-            self._wake_waiters()
+            self._waiters.wake()
 
     def add_peer(self, peer: int) -> None:
         """Wake the threads that wait for a connection."""
         with self._lock:
-            self._wake_waiters()
+            self._waiters.wake()
 
     def add_stream(self, introduction: Introduction, connection: socket.socket) -> None:
         """Keep the connection of a stream for its operation; refuse one that is over, and a second of the same name."""
@@ -287,7 +274,7 @@ class Router:
                 connection.close()
                 return
             state.streams[sender, channel] = connection
-            self._wake_waiters()
+            self._waiters.wake()
 
     def lose_peer(self, peer: int, reason: str) -> None:
         """Note that a peer has ended or cannot be reached."""
@@ -297,7 +284,7 @@ class Router:
             self._lost[peer] = reason
             for state in list(self._states.values()):
                 self._lose_peer_of(state, peer)
-            self._wake_waiters()
+            self._waiters.wake()
 
     def may_see_end_of(self, peer: int) -> bool:
         """Whether the peer runs on this host and has not ended."""
@@ -352,7 +339,7 @@ class Router:
             for child in self.children:
                 if child in state.remaining:
                     self._network.send(child, message)
-            self._wake_waiters()
+            self._waiters.wake()
         return state.failure
 
     def _lose_peer_of(self, state: OperationState, peer: int) -> None:
@@ -384,10 +371,6 @@ class Router:
     def _peer_above(self) -> int:
         """The parent; rank 0 if the parent is lost."""
         return 0 if self.parent in self._lost else self.parent
-
-    def _wake_waiters(self) -> None:
-        for wake in self._waiters:
-            wake.put(None)
 
     def _wait_checking(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """``wait_until``, and notice ranks below whose processes end."""

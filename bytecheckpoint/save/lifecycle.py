@@ -16,17 +16,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
 from ..errors import SavePendingError, UsageError
+from ..runtime.waiting import Waiters
 
 ResultT = TypeVar("ResultT")
-
-# A signal that arrives just before a thread blocks on a lock does not interrupt that wait: wait in slices.
-_SIGNAL_CHECK_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -69,11 +66,7 @@ class InvalidTransition(AssertionError):
 
 
 class SaveLifecycle(Generic[ResultT]):
-    """The state of one save. Thread-safe; ctrl-C may interrupt a waiting thread at any moment.
-
-    A ``threading.Condition`` cannot be used here: an interrupt inside its ``__enter__`` leaves its lock held for ever,
-    and then the background thread hangs when it sets the state. A waiter of this class holds no lock while it waits.
-    """
+    """The state of one save. Thread-safe; ctrl-C may interrupt a waiting thread at any moment."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -81,7 +74,7 @@ class SaveLifecycle(Generic[ResultT]):
         self._state = SaveState.PREPARING
         self._result: ResultT | None = None
         self._error: BaseException | None = None
-        self._waiters: list[threading.Lock] = []
+        self._waiters = Waiters()
         self._callbacks: list[Callable[[], None]] = []
 
     @property
@@ -194,12 +187,10 @@ class SaveLifecycle(Generic[ResultT]):
                 self._error = error
             self._result = result
             self._state = to
-            waiters, self._waiters = self._waiters, []
             callbacks: list[Callable[[], None]] = []
             if to.is_final:
                 callbacks, self._callbacks = self._callbacks, []
-        for waiter in waiters:
-            waiter.release()
+        self._waiters.wake()
         for callback in callbacks:
             _call(callback)
         return True
@@ -208,24 +199,7 @@ class SaveLifecycle(Generic[ResultT]):
         if reached(self._state):
             return True
         self.check_is_own()
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            waiter = threading.Lock()
-            waiter.acquire()
-            with self._lock:
-                if reached(self._state):
-                    return True
-                self._waiters.append(waiter)
-            while not waiter.acquire(timeout=_SIGNAL_CHECK_S if end is None else _until(end)):
-                if end is not None and time.monotonic() >= end:
-                    with self._lock:
-                        if waiter in self._waiters:
-                            self._waiters.remove(waiter)
-                        return reached(self._state)
-
-
-def _until(end: float) -> float:
-    return min(max(0.0, end - time.monotonic()), _SIGNAL_CHECK_S)
+        return self._waiters.wait_until(lambda: reached(self._state), timeout_s)
 
 
 def _call(callback: Callable[[], None]) -> None:

@@ -124,7 +124,7 @@ def test_waits_have_a_timeout(state: SaveState) -> None:
         save.result(0.01)
     with pytest.raises(TimeoutError, match="in the background"):
         save.exception(0)
-    assert not save._waiters, "a wait that timed out leaves nothing behind"
+    assert not save._waiters._queues, "a wait that timed out leaves nothing behind"
 
 
 def test_waiters_wake_when_their_state_is_reached() -> None:
