@@ -104,18 +104,10 @@ class WrittenRanges:
         after = at < len(self._starts) and self._starts[at] < end
         if before or after:
             raise StorageError(f"{self._where}: bytes [{offset}, {end}) overlap a range that was written before")
-        joins_left = at > 0 and self._ends[at - 1] == offset
-        joins_right = at < len(self._starts) and self._starts[at] == end
-        if joins_left and joins_right:
-            self._ends[at - 1] = self._ends.pop(at)
-            del self._starts[at]
-        elif joins_left:
-            self._ends[at - 1] = end
-        elif joins_right:
-            self._starts[at] = offset
-        else:
-            self._starts.insert(at, offset)
-            self._ends.insert(at, end)
+        left = at > 0 and self._ends[at - 1] == offset
+        right = at < len(self._starts) and self._starts[at] == end
+        self._starts[at : at + right] = [] if left else [offset]
+        self._ends[at - left : at] = [] if right else [end]
 
     def shrink(self, size: int) -> None:
         """Change the size of the object.
@@ -136,12 +128,7 @@ class WrittenRanges:
         Raises:
             StorageError: Bytes are missing; the message names the first missing range.
         """
-        if self._size == 0:
-            return
-        if not self._starts or self._starts[0] > 0:
-            hole = (0, self._starts[0] if self._starts else self._size)
-        elif self._ends[0] < self._size:
-            hole = (self._ends[0], self._starts[1] if len(self._starts) > 1 else self._size)
-        else:
-            return
-        raise StorageError(f"{self._where}: bytes [{hole[0]}, {hole[1]}) of {self._size} were never written")
+        start = self._ends[0] if self._starts[:1] == [0] else 0
+        if start < self._size:
+            end = next((one for one in self._starts if one > start), self._size)
+            raise StorageError(f"{self._where}: bytes [{start}, {end}) of {self._size} were never written")
