@@ -96,11 +96,7 @@ class DirectFile:
             # Split evenly, to avoid a round trip for a few bytes at the end.
             pages = -(-pages // -(-pages // _BOUNCE_PAGES))
             length = min(end - start, pages * PAGE)
-            try:
-                count = os.preadv(self.fd, [memory[: pages * PAGE]], start)
-            except OSError as error:
-                self._note_refusal(error)
-                return
+            count = self.read(memory[: pages * PAGE], start)
             if start + count <= offset:
                 return
             yield array[offset - start : min(count, length)]
