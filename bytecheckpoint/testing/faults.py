@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from typing_extensions import Buffer
 
@@ -245,12 +245,22 @@ class FaultyBackend(StorageBackend):
         self.inner.close()
 
 
-class _FaultyWriter(ObjectWriter):
-    def __init__(self, backend: FaultyBackend, key: str, inner: ObjectWriter) -> None:
-        self._backend = backend
-        self._key = key
-        self._inner = inner
+class _FaultyObject:
+    def __init__(self, backend: FaultyBackend, key: str, inner: Any) -> None:
+        self._backend, self._key, self._inner = backend, key, inner
 
+    def complete(self, *tags: Sequence[str]) -> None:
+        self._backend._around(Call("complete", self._key), lambda cut: self._inner.complete(*tags))
+
+    def abort(self) -> None:
+        # A rule can observe abort but not make it raise, as abort never raises.
+        try:
+            self._backend._around(Call("abort", self._key), lambda cut: None)
+        finally:
+            self._inner.abort()
+
+
+class _FaultyWriter(_FaultyObject, ObjectWriter):
     def write(self, offset: int, data: Buffer) -> None:
         view = memoryview(bytes(data))
         self._backend._around(
@@ -260,35 +270,15 @@ class _FaultyWriter(ObjectWriter):
     def shrink(self, size: int) -> None:
         self._inner.shrink(size)
 
-    def complete(self) -> None:
-        self._backend._around(Call("complete", self._key), lambda cut: self._inner.complete())
 
-    def abort(self) -> None:
-        # A rule can observe abort but not make it raise, as abort never raises.
-        try:
-            self._backend._around(Call("abort", self._key), lambda cut: None)
-        finally:
-            self._inner.abort()
-
-
-class _FaultyPartWriter(PartWriter):
+class _FaultyPartWriter(_FaultyObject, PartWriter):
     def __init__(self, backend: FaultyBackend, key: str, inner: PartWriter) -> None:
-        self._backend, self._key, self._inner = backend, key, inner
+        super().__init__(backend, key, inner)
         self.part_bytes, self.token = inner.part_bytes, inner.token
 
     def put_part(self, number: int, data: Buffer) -> str:
         view = memoryview(bytes(data))
         return self._backend._around(
             Call("put_part", self._key, number * self.part_bytes, len(view)),
-            lambda cut: self._inner.put_part(number, view[:cut]),
+            lambda cut: str(self._inner.put_part(number, view[:cut])),
         )
-
-    def complete(self, tags: Sequence[str]) -> None:
-        self._backend._around(Call("complete", self._key), lambda cut: self._inner.complete(tags))
-
-    def abort(self) -> None:
-        # A rule can observe abort but not make it raise, as abort never raises.
-        try:
-            self._backend._around(Call("abort", self._key), lambda cut: None)
-        finally:
-            self._inner.abort()
