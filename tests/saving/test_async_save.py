@@ -24,7 +24,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.errors import DeadlineError, StateError, UsageError
-from bytecheckpoint.save.lifecycle import SaveLifecycle
+from bytecheckpoint.runtime.waiting import Waiters
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -423,7 +423,7 @@ def test_an_interrupted_synchronous_save_reads_the_state_no_more(tmp_path: Path,
         if name == point and event in ("enter", "point") and not interrupted.is_set():
             main = threading.main_thread().ident or 0
             # In the middle of handing the save over, an interrupt can leave a lock of Python's own executor held.
-            while sys._current_frames()[main].f_code is not SaveLifecycle._wait.__code__:
+            while sys._current_frames()[main].f_code is not Waiters.wait_until.__code__:
                 interrupted.wait(0.001)
             signal.pthread_kill(main, signal.SIGINT)
             # A signal that comes just before a thread begins to wait for a lock does not end that wait.
