@@ -26,8 +26,8 @@ import msgpack
 from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import ControlError, DeadlineError, RankFailedError, UsageError
-from ..runtime.ranks import format_ranks
 from .addresses import ADDRESS_VARIABLE, LOOPBACK, own_addresses
+from .agreement import format_ranks
 from .connections import Endpoint, new_key
 from .network import Network
 from .operation import SocketOperation
