@@ -8,7 +8,7 @@ plan for thousands of ranks and millions of shards takes about a second.
 - ``load``: ``plan_load`` intersects requested boxes with stored boxes. Resharding needs nothing else.
 - ``share``: which ranks read the same boxes, so that one of them reads and forwards them.
 
-All functions raise ``PlanError`` for inconsistent input and for malformed messages of other ranks.
+All functions raise ``PlanError`` for inconsistent input.
 """
 
 from __future__ import annotations
