@@ -28,7 +28,7 @@ import msgpack
 
 from ..control.peers import PeerIdentity
 from ..errors import KeyChangedError, KeyExistsError, KeyNotFoundError, RootInUseError, StateError, StorageError
-from ..runtime.threads import Threads
+from ..runtime.threads import Threads, is_ending
 from ..storage_backends.base import StorageBackend
 from .attempts import JOB_MARK_BYTES
 
@@ -38,6 +38,7 @@ _MAX_BYTES = 1 << 16
 HEARTBEATS_PER_LEASE = 3
 _MAX_INTERVAL_S = 300.0
 _SHORT_INTERVAL_S = 5.0  # of a lease that is held for a few requests only; a busy store delays heartbeats
+_SILENT_INTERVAL_S = 60.0  # of one that gets no heartbeats, because the interpreter ends
 _POLL_S = 0.05
 _PATIENCE_S = 60.0  # for leases that are held for a few requests only
 _MAX_TRIES = 16  # to put a lease, which the store refuses: others are faster, or it cannot be read
@@ -98,7 +99,8 @@ class Lease:
         self._lost: RootInUseError | None = None
         self._thread = Threads(1, thread_name_prefix="bcp-lease")
         try:
-            self._heartbeat = self._thread.submit(self._send_heartbeats)
+            if self._thread.start():
+                self._heartbeat = self._thread.submit(self._send_heartbeats)
         except RuntimeError as error:
             self._delete()
             raise StateError(f"the lease of {backend.display_url} needs a thread: {error}") from error
@@ -245,7 +247,8 @@ def hold_root(root: StorageBackend, *, patience_s: float) -> Iterator[None]:
     Raises as ``Lease.acquire``.
     """
     here = PeerIdentity.of_this_process(0)
-    lease = Lease.acquire(root, here, interval_s=_SHORT_INTERVAL_S, is_brief=True, patience_s=patience_s)
+    interval_s = _SILENT_INTERVAL_S if is_ending() else _SHORT_INTERVAL_S
+    lease = Lease.acquire(root, here, interval_s=interval_s, is_brief=True, patience_s=patience_s)
     is_silent = False
     try:
         yield

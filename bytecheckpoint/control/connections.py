@@ -30,6 +30,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
+from ..errors import ThreadError
 from ..runtime.threads import Threads, run_daemon
 from .timings import ACCEPT_RETRY_S, CONNECT_S, CROWD_S, HANDSHAKE_S
 
@@ -292,6 +293,8 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop, self._stopped = asyncio.new_event_loop(), asyncio.Event()
         self._executor = Threads(1, name)
+        if not self._executor.start():
+            raise ThreadError(f"{name} needs a thread, and the interpreter, which ends, starts none any more")
         self._running = self._executor.submit(self._run)
 
     def _run(self) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 
 from ..errors import UsageError
 from ..runtime.modes import default_modes
-from ..runtime.threads import Threads, before_exit
+from ..runtime.threads import Threads, before_exit, check_not_ending
 from .reading.bounce import BouncePool
 
 _IO_THREADS = 8  # four writes in flight saturate a virtio or NVMe disk, while four more threads copy and hash
@@ -71,6 +71,7 @@ class IOEngine:
                 "this one was forked from; open the checkpoint, or create the Checkpointer, in this process"
             )
         if self._closed:
+            check_not_ending()
             raise UsageError("this Checkpointer is closed; create a new one")
 
     @contextmanager

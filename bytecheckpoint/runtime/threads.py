@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
-from ..errors import ThreadError
+from ..errors import ThreadError, UsageError
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -58,10 +58,13 @@ class Threads(ThreadPoolExecutor):
             if not (self._threads and _is_exiting(error)):
                 raise
 
-    def start(self) -> None:
-        """Start all threads, so that none is missing when no thread can start any more. Waits for no task of others."""
+    def start(self) -> bool:
+        """Start all threads, so that none is missing when no thread can start any more. Waits for no task of others.
+
+        Returns whether there is a thread.
+        """
         if len(self._threads) == self._max_workers:
-            return
+            return True
         everyone = threading.Barrier(self._max_workers)
 
         def wait_for_others() -> None:
@@ -70,6 +73,7 @@ class Threads(ThreadPoolExecutor):
 
         wait([self.submit(wait_for_others) for _ in range(self._max_workers)], _START_S)
         everyone.abort()  # some threads are busy; those that wait, and tasks that begin later, go on
+        return bool(self._threads)
 
 
 def run_daemon(function: Callable[[], T], name: str) -> Future[T]:
@@ -103,9 +107,24 @@ def _finish(called: Future[T], function: Callable[[], T]) -> None:
 def before_exit(function: Callable[[], None]) -> None:
     """Call ``function`` when the main thread has ended and executors still accept work; the last registered runs first.
 
-    Raises ``RuntimeError`` if the interpreter is already shutting down.
+    Raises as ``check_not_ending``.
     """
+    check_not_ending()
     _register(function)
+
+
+def is_ending() -> bool:
+    """Whether the main thread has ended: executors accept work only until functions of ``before_exit`` have run."""
+    return bool(getattr(threading, "_SHUTTING_DOWN", False))
+
+
+def check_not_ending() -> None:
+    """Raise ``UsageError`` if the main thread has ended."""
+    if is_ending():
+        raise UsageError(
+            "the main thread of this process has ended, and what begins now might not be finished: "
+            "let the main thread join the threads that save or load"
+        )
 
 
 def _is_closed(error: RuntimeError) -> bool:

@@ -88,7 +88,8 @@ if how.startswith("manager"):
     if how == "manager-os-exit":
         os._exit(6)
 else:
-    save(1)
+    if how != "first-thread":
+        save(1)
     if how == "fails":
         def fail(name, event):
             if name == "save.write.file":
@@ -136,7 +137,7 @@ else:
         arm(compute)
         threading.Thread(target=save, args=(2,), daemon=True).start()
         begun.wait(time_limit(60))
-    elif how == "thread":
+    elif how.endswith("thread"):
         def late():
             closed.wait(time_limit(60))
             try:
@@ -275,11 +276,13 @@ def test_a_daemon_thread_inside_torch_does_not_abort_the_exit(tmp_path: Path) ->
     assert _newest(tmp_path / "root") == 1
 
 
-def test_a_save_after_the_main_thread_has_ended_is_refused(tmp_path: Path) -> None:
-    (ended,) = _run(_ALONE, tmp_path / "root", "thread")
+@pytest.mark.parametrize("how", ["thread", "first-thread"])
+def test_a_save_after_the_main_thread_has_ended_is_refused(tmp_path: Path, how: str) -> None:
+    (ended,) = _run(_ALONE, tmp_path / "root", how)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("refused: ")
-    assert _newest(tmp_path / "root") == 1
+    assert ended.stdout.startswith("refused: the main thread of this process has ended"), ended
+    assert (tmp_path / "root" / "step-1").exists() == (how == "thread")
+    assert not (tmp_path / "root" / "step-2").exists()
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -95,23 +93,47 @@ def test_an_early_start_waits_for_no_task(count: int) -> None:
 _SAVE_AT_EXIT = """
 import sys, threading, torch
 import bytecheckpoint as bcp
+from bytecheckpoint import telemetry
+from bytecheckpoint.runtime.threads import before_exit
 
-def refuse(thread):
-    raise RuntimeError("can't create new thread at interpreter shutdown")
+how, root, ends = sys.argv[1], bcp.Location(sys.argv[2]), threading.Event()
+if "tier" in how:
+    root = bcp.Location(sys.argv[2], tier=bcp.Tier(sys.argv[3]))
+options = {"base": "auto"} if "incremental" in how else None
 
-state = {"model": {"w": torch.ones(1 << 20)}}
-root = bcp.Location(sys.argv[1], tier=bcp.Tier(sys.argv[2]))
-handle = bcp.save(root, state, async_save=True)
-threading.Thread.start = refuse
+def end():
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    threading.Thread.start = refuse
+    ends.set()
+
+if "manager" in how:
+    manager = bcp.CheckpointManager(root, cadence=1, keep=1, save=options)
+for step in (1, 2):
+    state = {"model": {"w": torch.full((1 << 20,), float(step))}}
+    if step == 2:
+        telemetry.observe(lambda name, event: name.endswith(".commit") and ends.wait(60))
+    if "manager" in how:
+        manager.save(step, state)
+    else:
+        bcp.save(root.join(f"step-{step}"), state, async_save=True, options=options)
+before_exit(end)
 """
 
 
-def test_a_save_in_flight_when_the_interpreter_ends(tmp_path: Path) -> None:
-    """A regression: from Python 3.12 on, no thread starts after the main thread has ended, and the save failed."""
-    command = [sys.executable, "-c", _SAVE_AT_EXIT, str(tmp_path / "x"), str(tmp_path / "tier")]
-    done = subprocess.run(command, check=True, timeout=time_limit(120), capture_output=True, text=True)
-    assert done.stderr == ""
-    assert bcp.open(tmp_path / "x").verify().ok
+@pytest.mark.parametrize(
+    "how", ["plain", "tier", "incremental", "incremental-tier", "manager", "manager-incremental-tier"]
+)
+def test_saves_in_flight_when_the_interpreter_ends(tmp_path: Path, how: str) -> None:
+    """A regression: from Python 3.12 on, no thread starts after the main thread has ended: saves failed or hung."""
+    places = [str(tmp_path / "root"), str(tmp_path / "tier")]
+    done = warm_python().run(["-W", "ignore", "-c", _SAVE_AT_EXIT, how, *places], timeout=time_limit(120))
+    assert (done.returncode, done.stderr) == (0, "")
+    left = sorted(path.name for path in (tmp_path / "root").iterdir())
+    assert [name for name in left if name not in ("objects", "step-1")] == ["step-2"]
+    assert ("step-1" in left) != ("manager" in how)
+    for name in {*left} - {"objects"}:
+        assert bcp.open(tmp_path / "root" / name).verify().ok
 
 
 _SAVE = """
