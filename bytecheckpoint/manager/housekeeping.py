@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -175,6 +175,7 @@ class Housekeeping(Cleaner):
         self._deadline_s = deadline_s
         self._backend = self._open()
         self._retention, self._job, self._saves, self._guard = retention, job, saves, guard
+        self._has_failed = False  # whether something has to be tried again
         self._is_swept = False  # whether nothing that no checkpoint needs is among the objects
         self._of_earlier_jobs: set[str] = set()
         self.pending: Callable[[], Iterable[Manifest]] = lambda: ()
@@ -214,18 +215,31 @@ class Housekeeping(Cleaner):
             self._is_swept = False
             return
         try:
+            self._has_failed = False
             if self._committed is None:
                 self._committed = self._scan_root()
             others = [one for one in self._committed if one.name != saved.name]
             self._is_swept &= len(others) == len(self._committed)  # else it has replaced an earlier one
             self._committed = [*others, saved]
             for one in expendable(self._retention, self._committed, keep_exception_saves=self._keep_exception_saves):
-                self._committed.remove(one)
-                self._remove(one.name)
+                with self._tolerating(f"{one.name} could not be removed"):
+                    self._committed.remove(one)
+                    self._remove(one.name)
             self._sweep()
+            if self._has_failed:
+                self._committed = None
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed; cleaning up must not fail the save
             _log.warning("%s: old checkpoints could not be removed: %s", self._root, error, exc_info=True)
             self._committed = None
+
+    @contextmanager
+    def _tolerating(self, what: str) -> Iterator[None]:
+        """Log that the block failed for one of several independent things. It is done again after the next save."""
+        try:
+            yield
+        except (BytecheckpointError, OSError) as error:
+            self._has_failed |= not isinstance(error, CheckpointError)  # which is of no use to try again
+            _log.warning("%s: %s: %s", self._root, what, error)
 
     def _scan_root(self) -> list[Committed]:
         """Return what was committed, from the oldest to the newest, and remove unfinished attempts of earlier jobs."""
@@ -235,29 +249,32 @@ class Housekeeping(Cleaner):
         for name in (child[:-1] for child in top if child.endswith("/") and self._names.is_managed(child[:-1])):
             if self.is_expected(name):
                 continue
-            children = self._backend.list_children(f"{name}/")
-            attempts = [child[:-1] for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")]
-            manifest = None
-            if MANIFEST_KEY in children:
-                try:
-                    manifest = read_manifest(self._open(name))
-                except CheckpointError as error:
-                    _log.warning("not touched, because it cannot be read: %s", error)
-                    continue
-                metric = metric_of(manifest, self._retention.metric or "")
-                marks = milestone_of(manifest) is not None, is_exception_save(manifest)
-                one = Committed(name, trailing_number(name), metric, *marks)
-                found.append((order_key(name, manifest, abandoned), one))
-            self._remove_unneeded(name, [one for one in attempts if not manifest or one != manifest.attempt])
+            with self._tolerating(f"{name} could not be looked at"):
+                if (one := self._scan(name, abandoned)) is not None:
+                    found.append(one)
         self._end_uploads()
         return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+    def _scan(self, name: str, abandoned: Collection[str]) -> tuple[OrderKey, Committed] | None:
+        """Return what was committed in a folder, and remove unfinished attempts of earlier jobs there."""
+        children = self._backend.list_children(f"{name}/")
+        attempts = [child[:-1] for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")]
+        if MANIFEST_KEY not in children:
+            self._remove_unneeded(name, attempts)
+            return None
+        manifest = read_manifest(self._open(name))
+        self._remove_unneeded(name, [one for one in attempts if one != manifest.attempt])
+        marks = milestone_of(manifest) is not None, is_exception_save(manifest)
+        one = Committed(name, trailing_number(name), metric_of(manifest, self._retention.metric or ""), *marks)
+        return order_key(name, manifest, abandoned), one
 
     def _remove_unneeded(self, name: str, attempts: Sequence[str]) -> None:
         """Remove what jobs that ended, and transfers of the day before, have left in a folder."""
         for attempt in attempts:
             if self._is_of_ended_job(attempt) or has_expired(attempt):
                 _log.info("%s: removing what %s has left in %s", self._root, attempt, name)
-                remove_attempt(self._backend, f"{name}/{attempt}")
+                with self._tolerating(f"{name}/{attempt} could not be removed"):
+                    remove_attempt(self._backend, f"{name}/{attempt}")
 
     def _sweep(self) -> None:
         """Remove the objects that no checkpoint needs."""
