@@ -146,8 +146,9 @@ class SavesInFlight:
     def drain(self) -> None:
         """Wait for all saves of this rank and log failures. Exchanges nothing with other ranks. Never raises."""
         while self._saves:
-            handle = self._saves.popleft()
-            error = failure_of(handle)
+            handle = self._saves[0]
+            error = failure_of(handle)  # an interrupt leaves it to the next call
+            self._saves.popleft()
             if error is not None:
                 _log.error("saving %s failed: %s", without_userinfo(handle.url), error)
 

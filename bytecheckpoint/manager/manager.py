@@ -450,10 +450,8 @@ class CheckpointManager:
         Raises:
             BytecheckpointError: What ``wait`` raises, after everything is released.
         """
-        if self._resources.is_released or self._resources.is_inherited:
-            return
         try:
-            if self._beginning is not None:
+            if self._beginning is not None and not self._resources.is_closed and not self._resources.is_inherited:
                 self.wait()
         finally:
             self._resources.release()
@@ -463,7 +461,8 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._resources.is_released or self._resources.is_inherited:
+        if self._resources.is_closed or self._resources.is_inherited:
+            self._resources.release()
             return
         try:
             if error is None:
@@ -730,7 +729,7 @@ class CheckpointManager:
         )
 
     def _check_usable(self) -> None:
-        if self._resources.is_released:
+        if self._resources.is_closed:
             raise UsageError("this CheckpointManager is closed; create a new one")
         if self._resources.is_inherited:
             raise UsageError(

@@ -33,7 +33,8 @@ class ManagerResources:
         self.lease: Lease | None = None
         self.housekeeping: Housekeeping | None = None
         self.tier_folder: TierFolder | None = None
-        self.is_released = False
+        self.is_closed = False
+        self._is_released = False
         before_exit(partial(_release_at_exit, weakref.ref(self)))
 
     @property
@@ -64,11 +65,11 @@ class ManagerResources:
     def release(self) -> None:
         """Wait for this rank's part of all saves, log failures, and release everything. Does not wait for others.
 
-        In a forked child, release nothing.
+        In a forked child, release nothing. If it is interrupted, another call does the rest.
         """
-        if self.is_released or self.is_inherited:
+        self.is_closed = True
+        if self._is_released or self.is_inherited:
             return
-        self.is_released = True
         self.in_flight.drain()
         if self.tier_folder is not None:
             self.tier_folder.drain()
@@ -77,6 +78,7 @@ class ManagerResources:
         if self.lease is not None:
             self.lease.close()
         self.signals.close()
+        self._is_released = True
 
 
 def _release_at_exit(resources: weakref.ref[ManagerResources]) -> None:

@@ -20,7 +20,7 @@ from ..errors import BytecheckpointError, CheckpointError, SavePendingError, Sto
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.threads import Threads
 from ..save.engine import SharedSaves
-from ..save.handle import SaveHandle, failure_of
+from ..save.handle import SaveHandle, attempt_of, failure_of
 from ..storage_backends.local.backend import LocalBackend
 from ..transfer.journal import find_journals
 from ..transfer.staged import continue_upload, is_pending, remove_superseded
@@ -51,6 +51,7 @@ class TierFolder(Cleaner):
     guard: Callable[[], None]
     stop: Stop = field(default_factory=Stop)  # ends the uploads of the saves that are made with it
     _unfinished: list[SaveHandle] = field(default_factory=list)
+    _continued: set[str] = field(default_factory=set)  # attempts that were uploaded after their upload had failed
     _next_warning: int = _MANY_WAITING
     _begun: Future[None] = field(default_factory=Future)
 
@@ -118,24 +119,30 @@ class TierFolder(Cleaner):
         return any(not save.is_uploaded() for save in self._unfinished)
 
     def wait(self) -> None:
-        """Wait until all saves are uploaded. Raises the failure of the first one that failed since the last call."""
-        saves, self._unfinished = self._unfinished, []
-        failures = [failure_of(save, uploaded=True) for save in saves if failure_of(save) is None]
+        """Wait until all saves are uploaded.
+
+        Raises the failure of the first one that failed since the last call, and that was not continued since.
+        """
+        committed = [save for save in self._unfinished if failure_of(save) is None]
+        failed = [(save, failure) for save in committed if (failure := failure_of(save, uploaded=True)) is not None]
         with suppress(RuntimeError):  # the checkpointer is closed, which has waited
             self.uploads.submit(int).result()  # after the removals that follow the uploads
-        for error in filter(None, failures):
-            raise error
+        self._unfinished = []
+        for save, failure in failed:
+            if attempt_of(save) not in self._continued:
+                raise failure
 
     def leave(self, timeout_s: float) -> None:
         """Wait for uploads for so long, and stop them then: the next job, or ``bcp upload``, continues them."""
         end = time.monotonic() + timeout_s
-        saves, self._unfinished = self._unfinished, []
+        saves = self._unfinished
         for save in saves:
             with suppress(SavePendingError):
                 failure_of(save, max(0.0, end - time.monotonic()), uploaded=True)
         wait([self._begun], max(0.0, end - time.monotonic()))
         if not all([self._begun.done(), *(save.is_uploaded() for save in saves)]):
             _log.warning("%s: not everything is uploaded; the next job, or bcp upload, continues", self._folder.url)
+        self._unfinished = []
         self.stop.set()
         self.stop = Stop()
 
@@ -180,7 +187,7 @@ class TierFolder(Cleaner):
                 continue
             store = self.root.join(name).open(self.deadline_s)
             try:
-                continue_upload(
+                report = continue_upload(
                     LocalBackend(os.path.dirname(path)),
                     store,
                     head,
@@ -196,6 +203,8 @@ class TierFolder(Cleaner):
                 _log.warning("%s: an earlier job's upload could not be continued: %s", path, error)
             else:
                 _log.info("%s: this machine's part of an earlier upload is complete", os.path.dirname(path))
+                if report is not None:
+                    self._continued.add(head.attempt)
 
     def _after_upload(self, name: str, save: SaveHandle) -> None:
         self.forget(name)

@@ -214,3 +214,8 @@ def failure_of(save: SaveHandle, timeout: float | None = None, *, uploaded: bool
     if uploaded and save._upload is not None:
         return save._upload.exception(timeout)
     return save._lifecycle.exception(timeout)
+
+
+def attempt_of(save: SaveHandle) -> str:
+    """Wait until a save has ended, and return its attempt. Raises what it failed with. Does not count as asking."""
+    return save._lifecycle.result().attempt

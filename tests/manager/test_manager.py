@@ -9,6 +9,7 @@ import signal
 import subprocess
 import textwrap
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ from bytecheckpoint.errors import (
     UnsupportedVersionError,
     UsageError,
 )
+from bytecheckpoint.manager import coordinator
 from bytecheckpoint.manager.housekeeping import Cleaner, Housekeeping
+from bytecheckpoint.manager.resources import _release_at_exit
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.testing import time_limit
 
@@ -226,6 +229,44 @@ def test_failing_to_remove_does_not_fail_a_save(tmp_path: Path, caplog: pytest.L
         _save_all(tmp_path, range(2, 4), keep=1)
     assert "could not be removed: not today" in caplog.text
     assert _value(tmp_path) == 3.0
+
+
+def test_what_cannot_be_removed_holds_up_no_other_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A regression: retention stopped there, for good. It is tried again after each save."""
+    _save_all(tmp_path, range(1, 5))
+    delete = LocalBackend.delete
+
+    def refuse(self: LocalBackend, keys: Any) -> None:
+        if any(key.startswith("step-1/") for key in keys):
+            raise StorageError("not today")
+        delete(self, keys)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(LocalBackend, "delete", refuse)
+        _save_all(tmp_path, range(5, 8), keep=2)
+    assert "step-1 could not be removed: not today" in caplog.text
+    assert _names(tmp_path) == ["step-1", "step-6", "step-7"]
+    _save_all(tmp_path, range(8, 9), keep=2)
+    assert _names(tmp_path) == ["step-7", "step-8"]
+
+
+def test_what_cannot_be_looked_at_holds_up_no_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save_all(tmp_path, range(1, 4))
+    list_children = LocalBackend.list_children
+
+    def refuse(self: LocalBackend, prefix: str = "") -> Sequence[str]:
+        if prefix == "step-2/":
+            raise StorageError("not today")
+        return list_children(self, prefix)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "list_children", refuse)
+        _save_all(tmp_path, range(4, 5), keep=1)
+    assert _names(tmp_path) == ["step-2", "step-4"]
+    _save_all(tmp_path, range(5, 6), keep=1)
+    assert _names(tmp_path) == ["step-5"]
 
 
 # -- failures are raised to the caller -------------------------------------------------------------------------------
@@ -613,6 +654,36 @@ def test_a_dropped_manager_releases_its_root(tmp_path: Path, held: threading.Eve
     handle.result()
     with bcp.CheckpointManager(tmp_path):
         assert _names(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize("way", ["close", "exit"])
+def test_an_interrupted_close_is_completed_by_the_next_one(
+    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The second interrupt comes while everything is released. A regression: nothing released it later."""
+    before = signal.getsignal(signal.SIGTERM)
+    manager = bcp.CheckpointManager(tmp_path, cadence=1)
+    handle = manager.save(1, _state(1.0))
+    assert handle is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator, "failure_of", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            manager.close()
+    with pytest.raises(UsageError, match="is closed"):
+        manager.save(2, _state(2.0))
+    held.set()
+    if way == "close":
+        manager.close()
+    else:
+        _release_at_exit(weakref.ref(manager._resources))
+    assert handle.done()
+    assert _names(tmp_path) == ["step-1"]
+    assert not (tmp_path / LEASE_KEY).exists()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def _interrupt(*arguments: object, **options: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_job_that_lost_its_lease_cannot_save(tmp_path: Path, held: threading.Event) -> None:

@@ -112,11 +112,12 @@ if "manager" in how:
 for step in (1, 2):
     state = {"model": {"w": torch.full((1 << 20,), float(step))}}
     if step == 2:
+        handle.result()
         telemetry.observe(lambda name, event: name.endswith(".commit") and ends.wait(60))
     if "manager" in how:
-        manager.save(step, state)
+        handle = manager.save(step, state)
     else:
-        bcp.save(root.join(f"step-{step}"), state, async_save=True, options=options)
+        handle = bcp.save(root.join(f"step-{step}"), state, async_save=True, options=options)
 before_exit(end)
 """
 

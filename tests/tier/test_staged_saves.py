@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from bytecheckpoint.checkpoint.nearest import open_tier
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
 from bytecheckpoint.errors import CheckpointNotFoundError, SavePendingError, StorageError, UsageError
 from bytecheckpoint.format.manifest import MANIFEST_KEY, decode, encode
+from bytecheckpoint.manager.tier import TierFolder
 from bytecheckpoint.storage_backends import base, open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.local.page_cache import PageCache
@@ -171,7 +172,13 @@ def test_a_manager_does_not_wait_for_the_path(places: Places, is_async: bool) ->
             manager.wait()
 
 
-def test_a_manager_reports_an_upload_that_failed_before_others_succeeded(places: Places) -> None:
+@pytest.mark.parametrize("is_continued", [True, False])
+def test_a_manager_reports_an_upload_that_failed_before_others_succeeded(
+    places: Places, monkeypatch: pytest.MonkeyPatch, is_continued: bool
+) -> None:
+    """Unless it was continued since, and succeeded."""
+    if not is_continued:
+        monkeypatch.setattr(TierFolder, "_continue", lambda *arguments, **options: None)
     with bcp.CheckpointManager(places.root, preemption=None) as manager:
         with failing_uploads():
             failed = manager.save(1, state(1.0), force=True)
@@ -182,8 +189,9 @@ def test_a_manager_reports_an_upload_that_failed_before_others_succeeded(places:
             done = manager.save(step, state(2.0), force=True)
             assert done is not None
             done.uploaded(WAIT_S)
-        with pytest.raises(StorageError, match="the store is broken"):
+        with nullcontext() if is_continued else pytest.raises(StorageError, match="the store is broken"):
             manager.wait()
+        assert (places.path() / MANIFEST_KEY).exists() == is_continued
         manager.wait()
 
 
