@@ -68,8 +68,9 @@ def upload_command(out: Output, at: Locate, root: str, destination: str | None, 
     failures: list[BytecheckpointError] = []
     for upload in uploads:
         try:
+            target = None if upload.problem else at(upload.url)
             with _interruptible(), out.progress("upload", upload.size) as progress:
-                report = finish_upload(upload, at(upload.url), rate_limit=rate_limit, progress=progress)
+                report = finish_upload(upload, target, rate_limit=rate_limit, progress=progress)
             if report is None:
                 out.line(f"{upload.url}: nothing was uploaded")
                 report = CopyReport(upload.url, 0, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -13,7 +14,7 @@ from ..errors import HIDDEN_PASSWORD, CheckpointError, UsageError
 from ..storage_backends import open_backend
 from ..storage_backends.local.backend import LocalBackend
 from ..transfer.copying import copy_checkpoint
-from ..transfer.journal import JournalHead, find_journals
+from ..transfer.journal import JournalHead, find_damaged_journals, find_journals, repair_journals
 from ..transfer.staged import continue_upload
 from ..transfer.transfer import WINDOW, TransferReport
 from .rewriter import Progress
@@ -61,13 +62,15 @@ class UnfinishedUpload:
 
     Attributes:
         path: The checkpoint on this machine.
-        url: URL of the copy.
-        head: What its journal is about.
+        url: URL of the copy; empty if it is unknown.
+        head: What its journal is about; None if it is damaged, or its URL is not complete.
+        problem: Why it cannot be continued; empty if it can.
     """
 
     path: str
     url: str
-    head: JournalHead
+    head: JournalHead | None
+    problem: str = ""
 
     @property
     def size(self) -> int:
@@ -76,7 +79,7 @@ class UnfinishedUpload:
             manifest = read_manifest(LocalBackend(self.path))
         except CheckpointError:
             return 0
-        if self.head.rank is None:
+        if self.head is None or self.head.rank is None:
             return manifest.flattened().file_bytes
         return int(manifest.files.size[manifest.files.rank == self.head.rank].sum())
 
@@ -150,26 +153,37 @@ def unfinished_uploads(root: str | os.PathLike[str], destination: AnyLocation | 
         The uploads, for ``finish_upload``.
 
     Raises:
-        UsageError: ``root`` is not a local directory, or an upload needs the user and password of its destination,
-            which are not recorded.
+        UsageError: ``root`` is not a local directory.
     """
     backend = open_backend(root)
     if not isinstance(backend, LocalBackend) or not os.path.isdir(backend.url):
         raise UsageError(f"{root} is not a local directory; give the one that holds the checkpoints to upload")
     found: list[UnfinishedUpload] = []
     given = None if destination is None else Location.of(destination).open()
+    shown = None if given is None else given.display_url.rstrip("/")
+    if shown is not None:
+        for folder in {os.path.dirname(path) for path in find_damaged_journals(backend.url)}:
+            with suppress(CheckpointError):
+                urls = [shown, f"{shown}/{os.path.basename(folder)}"]
+                repair_journals(folder, read_manifest(LocalBackend(folder)), urls)
     for path, head in find_journals(backend.url):
         url = head.url
         if head.direction != "to":
             continue
-        if given is not None:
-            shown = given.display_url.rstrip("/")
+        problem = ""
+        if given is not None and shown is not None:
             if url != shown and not url.startswith(shown + "/"):
                 continue
             url = given.url.rstrip("/") + url[len(shown) :]
         elif HIDDEN_PASSWORD in url:
-            raise UsageError(f"the upload of {os.path.dirname(path)} to {url} needs the URL with user and password")
-        found.append(UnfinishedUpload(os.path.dirname(path), url, head))
+            problem = f"the upload of {os.path.dirname(path)} to {url} needs the URL with user and password"
+        found.append(UnfinishedUpload(os.path.dirname(path), url, head, problem))
+    for path in find_damaged_journals(backend.url):
+        problem = (
+            f"{path} is damaged: the checkpoint at its side may not be uploaded, and this does not say where to; "
+            f"run bcp upload with the DESTINATION, or start the next job; or remove the file if it is not needed"
+        )
+        found.append(UnfinishedUpload(os.path.dirname(path), "", None, problem))
     return found
 
 
@@ -196,9 +210,11 @@ def finish_upload(
         checkpoint, or an older one to whose files it refers was removed; or another machine may have to do it.
 
     Raises:
-        UsageError: Another process continues the upload.
+        UsageError: Another process continues the upload, or it has a ``problem``.
         BytecheckpointError: As ``copy``.
     """
+    if upload.head is None or (upload.problem and target is None):
+        raise UsageError(upload.problem)
     source, store = LocalBackend(upload.path), Location.of(target or upload.url).open()
     if upload.head.rank is None:
         done: TransferReport | None = copy_checkpoint(source, store, rate_limit=rate_limit, progress=progress)

@@ -22,7 +22,7 @@ from ..runtime.threads import Threads
 from ..save.engine import SharedSaves
 from ..save.handle import SaveHandle, attempt_of, failure_of
 from ..storage_backends.local.backend import LocalBackend
-from ..transfer.journal import find_journals
+from ..transfer.journal import find_damaged_journals, find_journals, repair_journals
 from ..transfer.staged import continue_upload, is_pending, remove_superseded
 from ..transfer.transfer import Stop
 from .housekeeping import Cleaner, StepNames
@@ -62,11 +62,17 @@ class TierFolder(Cleaner):
     def pending(self) -> dict[str, bytes]:
         """Return the manifests of the checkpoints here that are not uploaded, by name."""
         found: dict[str, bytes] = {}
-        for path, _ in find_journals(self._folder.url):
+        for name in self._pending_names():
             with suppress(CheckpointError, StorageError):
-                name = os.path.relpath(os.path.dirname(path), self._folder.url)
-                found[name] = read_manifest_bytes(LocalBackend(os.path.dirname(path)))
+                found[name] = read_manifest_bytes(self._folder_of(name))
         return found
+
+    def _pending_names(self) -> set[str]:
+        paths = [*(path for path, _ in find_journals(self._folder.url)), *find_damaged_journals(self._folder.url)]
+        return {os.path.relpath(os.path.dirname(path), self._folder.url) for path in paths}
+
+    def _folder_of(self, name: str) -> LocalBackend:
+        return LocalBackend(os.path.join(self._folder.url, name))
 
     def pending_manifests(self) -> Iterator[Manifest]:
         """Yield the decoded manifests of ``pending``. Raises ``CheckpointError``."""
@@ -82,8 +88,7 @@ class TierFolder(Cleaner):
 
     def lacks_files(self) -> bool:
         """Whether a checkpoint that is not uploaded has files on other machines, so that no load finds all of it."""
-        for path in {os.path.dirname(path) for path, _ in find_journals(self._folder.url)}:
-            folder = LocalBackend(path)
+        for folder in map(self._folder_of, self._pending_names()):
             with suppress(CheckpointError, StorageError):
                 manifest = read_manifest(folder)
                 here = {stat.key for stat in data_of(folder, manifest).list(f"{manifest.attempt}/")}
@@ -157,16 +162,19 @@ class TierFolder(Cleaner):
 
     def _begin(self, manifests: Mapping[str, bytes]) -> None:
         try:
-            for name, manifest in manifests.items():
-                self._adopt(LocalBackend(os.path.join(self._folder.url, name)), manifest)
+            for name, data in manifests.items():
+                manifest = decode_manifest(data, name)
+                repair_journals(self._folder_of(name).url, manifest, [self.root.join(name).open().display_url])
+                self._adopt(self._folder_of(name), manifest, data)
+            for path in find_damaged_journals(self._folder.url):
+                _log.warning("%s is damaged, and not of the checkpoint at its side: nothing is uploaded", path)
             self._continue()
             self._remove_unfinished()
             self._remove_old()
         except Exception as error:  # noqa: BLE001 - training continues without it
             _log.warning("%s: the tier could not be tidied: %s", self._folder.url, error, exc_info=True)
 
-    def _adopt(self, folder: LocalBackend, data: bytes) -> None:
-        manifest = decode_manifest(data, folder.url)
+    def _adopt(self, folder: LocalBackend, manifest: Manifest, data: bytes) -> None:
         if not is_pending(folder.url, manifest.attempt):
             return
         try:
@@ -219,16 +227,16 @@ class TierFolder(Cleaner):
     def _remove_old(self) -> None:
         found = []
         for name in self._staged():
-            folder = LocalBackend(os.path.join(self._folder.url, name))
+            folder = self._folder_of(name)
             try:
                 manifest = read_manifest(folder)
             except (CheckpointError, StorageError):
                 continue  # it was never committed, or another rank has removed it
             found.append((manifest.created, name, manifest.attempt))
         for _, name, attempt in sorted(found)[: -self.tier.keep]:
-            folder = LocalBackend(os.path.join(self._folder.url, name))
+            folder = self._folder_of(name)
             with self.removing(name) as is_free:
-                if not is_free or any(True for _ in find_journals(folder.url)):
+                if not is_free or name in self._pending_names():
                     continue
                 _log.info("removing %s, which is uploaded", folder.url)
                 self._folder.delete([f"{name}/{MANIFEST_KEY}"])

@@ -11,17 +11,19 @@ it, and it is removed with the checkpoint. Of a copy between two stores, it is i
     ["committed"]                                          the local copy is committed, by all ranks of the save
     ["attempt", name]                                      the attempt that a copy makes of it at the target
 
-A record that is incomplete or damaged ends the journal: what follows it is sent again.
+A record that is incomplete or damaged ends the journal: what follows it is sent again. If that is the first one, the
+name of an upload's journal still shows which of the checkpoints at its side it is about (``repair_journals``).
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -31,11 +33,14 @@ import xxhash
 
 from ..checkpoint.nearest import JOURNAL_PREFIX
 from ..errors import StorageError, UsageError
+from ..format.manifest import Manifest
 
 _VERSION = 1
 _FRAME = struct.Struct("<IQ")  # length and xxh3-64 of the record that follows
 _MAX_RECORD = 64 << 10
 _MAX_JOURNAL = 256 << 20
+
+_log = logging.getLogger(__name__)
 
 Direction = Literal["to", "from", "between"]
 
@@ -108,11 +113,38 @@ def user_directory() -> str:
 
 def find_journals(root: str) -> Iterator[tuple[str, JournalHead]]:
     """Yield the path and the head of every journal below a directory, except those of copies between two stores."""
+    for path, head in _walk(root):
+        if head is not None:
+            yield path, head
+
+
+def find_damaged_journals(root: str) -> Iterator[str]:
+    """Yield the path of every journal of an upload below a directory that does not show what it is about."""
+    for path, head in _walk(root):
+        if head is None and os.path.basename(path).startswith(f"{JOURNAL_PREFIX}to-"):
+            yield path
+
+
+def repair_journals(directory: str, manifest: Manifest, urls: Iterable[str]) -> None:
+    """Begin the damaged journals of the checkpoint in a directory again: nothing is known to be sent.
+
+    ``urls`` are those to which it may be uploaded, without user and password. Raises ``StorageError``.
+    """
+    damaged = {*find_damaged_journals(directory)}
+    ranks = (None, *sorted({*manifest.files.rank.tolist()})) if damaged else ()
+    for head in (JournalHead("to", url, manifest.attempt, rank) for url in urls for rank in ranks):
+        path = _journal_path(directory, head)
+        if path in damaged:
+            with suppress(UsageError), Journal(directory, head):  # its process may have begun it this moment
+                _log.warning("%s was damaged; the upload begins again", path)
+
+
+def _walk(root: str) -> Iterator[tuple[str, JournalHead | None]]:
     for directory, folders, names in os.walk(root):
         folders.sort()
         for name in sorted(names):
-            if name.startswith(JOURNAL_PREFIX) and (head := _read_head(os.path.join(directory, name))) is not None:
-                yield os.path.join(directory, name), head
+            if name.startswith(JOURNAL_PREFIX):
+                yield os.path.join(directory, name), _read_head(os.path.join(directory, name))
 
 
 class Journal:
@@ -183,7 +215,11 @@ class Journal:
             self.attempt, self.uploads, self.stored, self.is_committed = "", {}, set(), False
         os.ftruncate(self._fd, 0)
         first = ["transfer", _VERSION, head.direction, head.url, head.attempt, head.rank, head.source]
-        self._append(first, durable=True)
+        try:
+            self._append(first, durable=True)
+        except StorageError:
+            self.remove()  # an empty one would say for ever that something is not uploaded
+            raise
 
     def begin(self, key: str, upload: FileUpload) -> None:
         """Record a new upload. It is durable on return: a lost record would hide the upload, which costs money."""

@@ -24,7 +24,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint import attempts
 from bytecheckpoint.checkpoint.attempts import remove_attempt
-from bytecheckpoint.checkpoint.nearest import open_tier
+from bytecheckpoint.checkpoint.nearest import JOURNAL_PREFIX, open_tier
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
 from bytecheckpoint.errors import CheckpointNotFoundError, SavePendingError, StorageError, UsageError
 from bytecheckpoint.format.manifest import MANIFEST_KEY, decode, encode
@@ -35,7 +35,7 @@ from bytecheckpoint.storage_backends.local.page_cache import PageCache
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.transfer import staged
-from bytecheckpoint.transfer.journal import Journal, find_journals
+from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals
 
 WAIT_S = time_limit(60)
 SIZE = 1_500_000  # several chunks, and several reads
@@ -343,6 +343,54 @@ def test_a_failed_upload_is_continued(places: Places) -> None:
     assert report.sent == report.size == upload.size
     assert contents(places.path()) == contents(places.staged())
     assert unfinished_uploads(str(places.tier)) == []
+
+
+@pytest.mark.parametrize("damage", ["emptied", "flipped"])
+@pytest.mark.parametrize("way", ["manager", "destination", "root as destination"])
+def test_a_damaged_journal_is_reported_and_begun_again(places: Places, damage: str, way: str) -> None:
+    """A regression: it was no journal at all, so the checkpoint counted as uploaded."""
+    fail_upload(places, 1.0)
+    [(path, _)] = find_journals(str(places.tier))
+    Path(path).write_bytes(b"" if damage == "emptied" else b"\xff" + Path(path).read_bytes()[1:])
+    newest = bcp.latest(places.root)
+    assert newest is not None
+    [upload] = unfinished_uploads(str(places.tier))
+    with pytest.raises(UsageError, match="is damaged: the checkpoint at its side may not be uploaded"):
+        finish_upload(upload)
+    if way == "manager":
+        with bcp.CheckpointManager(places.root, preemption=None) as manager:
+            manager.resume(loaded := empty())
+        check(loaded, 1.0)
+    else:
+        destination = places.path() if way == "destination" else places.store
+        report = finish_upload(*unfinished_uploads(places.tier, destination))
+        assert report is not None
+    assert contents(places.path()) == contents(places.staged())
+    assert unfinished_uploads(str(places.tier)) == []
+
+
+def test_a_damaged_journal_of_nothing_is_left(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    places.save(1.0).uploaded(WAIT_S)
+    path = places.staged() / (JOURNAL_PREFIX + "to-0123456789abcdef")
+    path.touch()
+    with bcp.CheckpointManager(places.root, preemption=None) as manager:
+        manager.save(2, state(2.0), force=True)
+    assert f"{path} is damaged, and not of the checkpoint at its side" in caplog.text
+    assert [one.problem != "" for one in unfinished_uploads(str(places.tier))] == [True]
+
+
+def test_a_full_disk_leaves_no_empty_journal(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    places.save(1.0).uploaded(WAIT_S)
+
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(StorageError, match="cannot write the journal"):
+            Journal(str(places.staged()), JournalHead("to", str(places.path()), "attempt-x", 0))
+    remove(places.path())
+    assert bcp.latest(places.root) is None
 
 
 def test_a_failed_commit_is_continued_without_sending_anything_again(places: Places) -> None:
