@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from ..checkpoint.attempts import remove_attempt
 from ..checkpoint.manifest_file import adopt, commit, read_manifest, remove_files, rest_of_deadline
@@ -249,6 +250,7 @@ class SaveCommit:
         if self._op.rank != 0:
             with rest_of_deadline(self.data, self._begun):
                 remove_files(self.data, keys)
+            self._remove_folder()
             return
         # Other ranks may still be writing. A rank that writes later removes its own files, unless it is killed.
         is_late = isinstance(error, DeadlineError)
@@ -256,6 +258,13 @@ class SaveCommit:
         self._op.wait_for_others_to_leave(timeout_s)
         with rest_of_deadline(self.data, self._begun):
             remove_attempt(self.data, self.attempt)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        """Remove the local folder of the checkpoint if nothing is in it."""
+        if isinstance(self._backend, LocalBackend):
+            with suppress(OSError):
+                os.rmdir(self._backend.url)
 
 
 def _failed_before_commit(error: BaseException) -> bool:

@@ -134,6 +134,9 @@ def test_a_codec_needs_only_the_space_of_its_frames(tmp_path: Path) -> None:
         before = keys_of(path)
         with pytest.raises(StorageFullError, match="free on this file system"):
             bcp.save(path, _tree(value=2, weight=torch.randn(1 << 19)), options={"codec": "zstd"})
+        with pytest.raises(StorageFullError, match="free on this file system"):
+            bcp.save(disk / "new", _tree(value=2, weight=torch.randn(1 << 19)), options={"codec": "zstd"})
+        assert not (disk / "new").exists()
         assert keys_of(path) == before
         assert _value(path) == 1
 
