@@ -190,13 +190,14 @@ class _RankStatus(NamedTuple):
             "step": str(self.step),
             "call of save": str(self.turn),
             "a save is due": str(self.is_due or self.is_forced),
+            "milestone": self.milestone,
         }
 
 
 class Decision(NamedTuple):
     """Rank 0's response: whether to save, and the preemption signal (or 0) with the shortest grace period left.
 
-    ``metrics`` are those of rank 0.
+    ``metrics`` and ``milestone`` are those of rank 0.
     """
 
     save: bool
@@ -204,6 +205,7 @@ class Decision(NamedTuple):
     grace_s: float
     next_turn: int
     metrics: dict[str, float]
+    milestone: str
 
 
 class SaveCall(NamedTuple):
@@ -248,8 +250,11 @@ class SaveCoordinator:
         self._turn += 1
         return is_due or self._turn >= self._next_turn
 
-    def decide(self, op: Operation, call: SaveCall, *, is_busy: bool) -> Decision:
-        """Exchange status and decision. Every rank raises ``DisagreementError`` if steps or turns differ."""
+    def decide(self, op: Operation, call: SaveCall, *, is_busy: bool, milestone: str) -> Decision:
+        """Exchange status and decision. Every rank raises ``DisagreementError`` if steps or turns differ.
+
+        ``milestone`` is the name under which a save is stored.
+        """
         packed = op.gather("coordinate", msgpack.packb(self._status(call, is_busy=is_busy)))
         response = None
         if packed is not None:
@@ -258,7 +263,7 @@ class SaveCoordinator:
                 differences = describe_disagreement("CheckpointManager.save", [one.facts() for one in statuses])
                 if differences:
                     raise DisagreementError(differences)
-            response = msgpack.packb(self._decide(statuses, call.metrics))
+            response = msgpack.packb(self._decide(statuses, call.metrics)._replace(milestone=milestone))
         decision = Decision(*msgpack.unpackb(op.broadcast("decision", response)))
         self._next_turn = decision.next_turn
         return decision
@@ -301,7 +306,8 @@ class SaveCoordinator:
             save = False
         grace_s = min((one.grace_s for one in leaving), default=0.0)
         number = leaving[0].preemption_signal if leaving else 0
-        return Decision(save, number, grace_s, turn + self._timer.turns_to_next(turn, now), metrics if save else {})
+        next_turn = turn + self._timer.turns_to_next(turn, now)
+        return Decision(save, number, grace_s, next_turn, metrics if save else {}, milestone="")
 
 
 class _LeavingRank(NamedTuple):

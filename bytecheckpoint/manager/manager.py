@@ -26,21 +26,23 @@ from ..checkpoint.discovery import (
     find_milestone,
     find_newest,
     folders_of,
+    milestone_of,
 )
 from ..checkpoint.lease import HEARTBEATS_PER_LEASE, Lease, check_holder
 from ..checkpoint.location import AnyLocation, Location, Tier
-from ..checkpoint.nearest import open_tier
+from ..checkpoint.manifest_file import read_manifest
+from ..checkpoint.nearest import open_nearest, open_tier
 from ..checkpoint.renaming import Rename
 from ..checkpoint.rollback import abandon_later
 from ..checkpoint.selection import Selection
 from ..checkpointer import Checkpointer, session_of
 from ..control.base import Operation
 from ..control.peers import PeerIdentity
-from ..errors import CheckpointError, KeyNotFoundError, UnsupportedVersionError, UsageError
+from ..errors import CheckpointError, KeyNotFoundError, StorageError, UnsupportedVersionError, UsageError
 from ..load.options import Cast, LoadOptions, LoadRequest, Strictness
 from ..load.report import LoadReport
 from ..runtime import DEFAULT_DEADLINE_S
-from ..runtime.arguments import STEP, check_arguments, check_choice, deadline_of, options_of
+from ..runtime.arguments import STEP, check_arguments, check_choice, deadline_of, options_of, text_to_store
 from ..save.handle import SaveHandle
 from ..save.options import SaveOptions, SaveRequest
 from .callbacks import CallbackRunner, Callbacks
@@ -380,7 +382,7 @@ class CheckpointManager:
             metrics: Numbers that are stored with the checkpoint (those of rank 0) and that ``Retention.metric`` refers
                 to.
             milestone: Save now, and keep the checkpoint for ever. ``CheckpointManager.milestone`` finds it by this
-                name, which is the same on all ranks.
+                name, which is the same on all ranks. A later save of the step without a milestone keeps the name.
             force: Save now, whatever the cadence, even if this step was saved before or earlier saves are in flight.
 
         Returns:
@@ -412,7 +414,7 @@ class CheckpointManager:
             is_leaving = decision.preemption_signal != 0
             deadline_s = max(_MIN_DEADLINE_S, decision.grace_s) if is_leaving else self._request.deadline_s
             with self._session.following(op, "save", deadline_s):
-                handle = self._begin_save(step, state, decision.metrics, milestone, deadline_s)
+                handle = self._begin_save(step, state, decision.metrics, decision.milestone or None, deadline_s)
         if decision.preemption_signal:
             self._leave(step, decision.preemption_signal, end)
         return handle
@@ -572,17 +574,28 @@ class CheckpointManager:
                 call = SaveCall(step, is_due, is_forced, _as_floats(metrics), milestone or "")
                 if self._resources.lease is not None:
                     self._resources.lease.raise_if_lost()
+                is_again = op.rank == 0 and step <= self._highest_step
+                known = self._milestone_of(step) if is_again and milestone is None else call.milestone
             in_flight = self._resources.in_flight
             is_busy = in_flight.is_full()
             if in_flight.collect(op):
                 self._coordinator.save_failed()
-            decision = self._coordinator.decide(op, call, is_busy=is_busy)
+            decision = self._coordinator.decide(op, call, is_busy=is_busy, milestone=known)
             if decision.save:
                 with op.phase("rollback"):
                     if op.rank == 0:
                         self._abandon_later(step)
                 in_flight.wait_for_room(op)
             return decision
+
+    def _milestone_of(self, step: int) -> str:
+        """Return the milestone's name of the checkpoint that a save of this step would replace; empty if it is none."""
+        self._resources.in_flight.wait_committed()
+        try:
+            manifest = read_manifest(open_nearest(self.root.join(self._names.of(step)), self._job.deadline_s))
+        except (CheckpointError, StorageError):
+            return ""
+        return milestone_of(manifest) or ""
 
     def _abandon_later(self, step: int) -> None:
         """If this job has gone back to an earlier step, abandon what was saved after it. On rank 0."""
@@ -740,12 +753,15 @@ class CheckpointManager:
 
 def _as_floats(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Metrics as plain floats; tensors and arrays of one element are accepted too. Raises ``UsageError``."""
+    if not isinstance(metrics, (Mapping, type(None))):
+        raise UsageError(f"metrics must be a mapping of names to numbers, not {metrics!r:.80}")
     plain: dict[str, float] = {}
     for name, value in (metrics or {}).items():
+        text_to_store("the name of a metric", name)
         try:
-            plain[str(name)] = float(value)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"the metric {name!r} is not a number: {value!r}") from error
+            plain[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"the metric {name!r} is not a number: {value!r:.80}") from error
     return plain
 
 

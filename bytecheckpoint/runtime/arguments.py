@@ -100,6 +100,17 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
+def text_to_store(name: str, value: Any) -> str:
+    """The rule of a name that a checkpoint stores."""
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{name} must be a string that is not empty, not {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} cannot be stored as UTF-8: {value!r}") from error
+    return value
+
+
 def _path(name: str, value: Any) -> str:
     if not isinstance(value, (str, os.PathLike)) or not isinstance(text := os.fspath(value), str) or not text:
         raise UsageError(f"{name} must be a path, not {value!r}")
@@ -179,8 +190,8 @@ ARGUMENTS: Mapping[str, Rule] = {
     "lease_s": _seconds(_MAX_INTERVAL_S),
     "max_in_flight": whole_number(1),
     "metadata": _mapping,
-    "metric": optional(_text),
-    "milestone": optional(_text),
+    "metric": optional(text_to_store),
+    "milestone": optional(text_to_store),
     "on_interrupt": _flag,
     "overwrite": _flag,
     "path": _path,

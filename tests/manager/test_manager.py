@@ -461,6 +461,9 @@ def test_metrics_are_numbers(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path, cadence=1) as manager:
         with pytest.raises(UsageError, match="the metric 'loss' is not a number: 'small'"):
             manager.save(1, _state(), metrics={"loss": "small"})  # type: ignore[dict-item]
+        for metrics in ({"loss": 10**400}, {1: 2.0}, {"": 2.0}, {"\ud800": 2.0}, [1.0]):
+            with pytest.raises(UsageError, match="metric"):
+                manager.save(1, _state(), metrics=metrics)  # type: ignore[arg-type]
         manager.save(1, _state(), metrics={"loss": torch.tensor(0.5)})  # type: ignore[dict-item]
     assert bcp.open(tmp_path / "step-1").metadata["metrics"] == {"loss": 0.5}
 

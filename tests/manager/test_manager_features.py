@@ -40,9 +40,28 @@ def test_milestones_are_kept_for_ever_and_found_by_name(tmp_path: Path) -> None:
         found = manager.milestone("stage 1")
         assert found is not None
         assert found.step == 5
-        with pytest.raises(UsageError, match="milestone must be a string"):
-            manager.save(9, _state(), milestone=9)  # type: ignore[arg-type]
+        for name, why in ((9, "must be a string"), ("", "must be a string"), ("\ud800", "cannot be stored")):
+            with pytest.raises(UsageError, match=f"milestone {why}"):
+                manager.save(9, _state(), milestone=name)  # type: ignore[arg-type]
     assert bcp.open(tmp_path / "step-2").metadata == {"milestone": "stage 1"}
+
+
+@pytest.mark.parametrize("is_new_job", [False, True])
+def test_a_milestone_that_is_saved_again_remains_one(tmp_path: Path, is_new_job: bool) -> None:
+    with bcp.CheckpointManager(tmp_path, keep=1) as manager:
+        manager.save(1, _state(1.0), milestone="stage 1")
+        if not is_new_job:
+            manager.save(1, _state(2.0), force=True)
+    with bcp.CheckpointManager(tmp_path, keep=1) as manager:
+        if is_new_job:
+            manager.save(1, _state(2.0), force=True)
+        manager.save(2, _state(3.0), force=True)
+        found = manager.milestone("stage 1")
+        assert found is not None
+        assert found.section_values("extra_state")[("value",)] == 2.0
+        manager.save(1, _state(4.0), milestone="stage 2")
+        manager.wait()
+        assert manager.milestone("stage 1") is None
 
 
 @given(
