@@ -150,6 +150,10 @@ class Cleaner:
                 self._removing = ""
 
 
+class _Leaving(Exception):
+    """The process ends soon."""
+
+
 class Housekeeping(Cleaner):
     """Runs on rank 0, in its own thread.
 
@@ -182,6 +186,7 @@ class Housekeeping(Cleaner):
         """Returns the manifests in the tier that are not uploaded yet."""
         self._keep_exception_saves = keep_exception_saves
         self._committed: list[Committed] | None = None  # from the oldest to the newest; None: unknown
+        self._is_leaving = False
         self._thread = Threads(1, thread_name_prefix="bcp-housekeeping")
 
     def _open(self, *name: str) -> StorageBackend:
@@ -203,6 +208,10 @@ class Housekeeping(Cleaner):
     def _forget_order(self) -> None:
         self._committed = None
 
+    def leave(self) -> None:
+        """Begin no further removal, because the process has little time left. The next job does the rest."""
+        self._is_leaving = True
+
     def close(self) -> None:
         """Finish all work and end the thread."""
         self._thread.shutdown(wait=True)
@@ -210,6 +219,8 @@ class Housekeeping(Cleaner):
     def _after_save(self, save: SaveHandle, saved: Committed) -> None:
         is_committed = _is_committed(save)
         self.forget(saved.name)
+        if self._is_leaving:
+            return
         if not is_committed:
             self._committed = None  # an earlier checkpoint of this name may still be there
             self._is_swept = False
@@ -228,6 +239,8 @@ class Housekeeping(Cleaner):
             self._sweep()
             if self._has_failed:
                 self._committed = None
+        except _Leaving:
+            _log.info("%s: the next job removes the rest", self._root)
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed; cleaning up must not fail the save
             _log.warning("%s: old checkpoints could not be removed: %s", self._root, error, exc_info=True)
             self._committed = None
@@ -235,6 +248,8 @@ class Housekeeping(Cleaner):
     @contextmanager
     def _tolerating(self, what: str) -> Iterator[None]:
         """Log that the block failed for one of several independent things. It is done again after the next save."""
+        if self._is_leaving:
+            raise _Leaving
         try:
             yield
         except (BytecheckpointError, OSError) as error:
@@ -278,7 +293,7 @@ class Housekeeping(Cleaner):
 
     def _sweep(self) -> None:
         """Remove the objects that no checkpoint needs."""
-        if self._is_swept:
+        if self._is_swept or self._is_leaving:
             return
         with self._saves.committing:
             running = self._saves.running()

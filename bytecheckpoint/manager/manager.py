@@ -409,6 +409,8 @@ class CheckpointManager:
         with self._rounds.round(followed_by="save") as op:
             decision = self._coordinate(op, step, metrics, milestone, is_due=is_due, is_forced=force)
         end = time.monotonic() + decision.grace_s
+        if decision.preemption_signal and self._resources.housekeeping is not None:
+            self._resources.housekeeping.leave()
         handle = None
         if decision.save:
             is_leaving = decision.preemption_signal != 0

@@ -731,6 +731,33 @@ def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
 PREEMPTION = bcp.Preemption(signals=[signal.SIGUSR2], action="return")
 
 
+def test_on_sigterm_no_further_checkpoint_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grace period is for the save. The next job removes the rest."""
+    _save_all(tmp_path, range(1, 6))
+    begun, go_on, remove = threading.Event(), threading.Event(), Housekeeping._remove
+
+    def remove_slowly(self: Housekeeping, name: str) -> None:
+        begun.set()
+        assert go_on.wait(time_limit(60))
+        remove(self, name)
+
+    monkeypatch.setattr(Housekeeping, "_remove", remove_slowly)
+    manager = bcp.CheckpointManager(tmp_path, cadence=1, keep=1)
+    manager.save(6, _state(6.0))
+    assert begun.wait(time_limit(60))
+    os.kill(os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr(manager, "_leave", lambda *arguments: None)
+    handle = manager.save(7, _state(7.0))
+    assert handle is not None
+    handle.result(time_limit(60))  # although a removal is in progress
+    go_on.set()
+    manager.close()
+    assert _names(tmp_path) == ["step-2", "step-3", "step-4", "step-5", "step-6", "step-7"]
+    assert not (tmp_path / LEASE_KEY).exists()
+    _save_all(tmp_path, range(8, 9), keep=1)
+    assert _names(tmp_path) == ["step-8"]
+
+
 def test_returning_after_a_preemption_signal(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path, preemption=PREEMPTION) as manager:
         os.kill(os.getpid(), signal.SIGUSR2)
