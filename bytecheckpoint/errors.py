@@ -27,6 +27,7 @@ Builtin base classes are in parentheses: ``except FileNotFoundError`` also catch
     │   ├── KeyExistsError (FileExistsError)      a conditional put found that the key exists
     │   ├── KeyChangedError               a conditional put found that the object was replaced or deleted
     │   ├── UnansweredError               the store did not reply: the operation may take effect, also later
+    │   ├── UploadSkippedError            a checkpoint in a tier was not uploaded, as retention would have removed it
     │   ├── StorageFullError              no space or quota is left
     │   ├── AccessDeniedError (PermissionError)   no permission, or the storage is read-only
     │   └── UnsupportedURLError (ValueError)      no backend serves this URL scheme
@@ -95,6 +96,7 @@ __all__ = [
     "UnsupportedTensorError",
     "UnsupportedURLError",
     "UnsupportedVersionError",
+    "UploadSkippedError",
     "UsageError",
 ]
 
@@ -292,6 +294,10 @@ class KeyChangedError(StorageError):
 
 class UnansweredError(StorageError):
     """The store did not reply to a put in time. It may have stored the object, or may still do so."""
+
+
+class UploadSkippedError(StorageError):
+    """A checkpoint in a tier was not uploaded: later ones were saved meanwhile, and retention would have removed it."""
 
 
 class StorageFullError(StorageError):

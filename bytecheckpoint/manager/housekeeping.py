@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, has_expired, job_mark_of, remove_attempt
 from ..checkpoint.discovery import is_exception_save, metric_of, milestone_of
@@ -17,7 +17,7 @@ from ..checkpoint.manifest_file import decode_manifest, read_manifest
 from ..checkpoint.rollback import complete_rollback
 from ..checkpoint.sweep import remove_files_of, sweep
 from ..engine.objects import OBJECTS, files_of
-from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UsageError
+from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UploadSkippedError, UsageError
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.threads import Threads
 from ..save.engine import SharedSaves
@@ -40,6 +40,8 @@ class Committed:
     metric: float | None = None
     is_milestone: bool = False
     is_exception_save: bool = False
+    number: int = 0
+    """Counts the saves of this job; 0 if an earlier one has saved it."""
 
 
 class StepNames:
@@ -185,6 +187,8 @@ class Housekeeping(Cleaner):
         self.pending: Callable[[], Iterable[Manifest]] = lambda: ()
         """Returns the manifests in the tier that are not uploaded yet."""
         self._keep_exception_saves = keep_exception_saves
+        self._numbers: dict[str, int] = {}  # of the saves of this job, by name
+        self._staged: dict[str, tuple[SaveHandle, Committed]] = {}  # what is saved and not uploaded
         self._committed: list[Committed] | None = None  # from the oldest to the newest; None: unknown
         self._is_leaving = False
         self._thread = Threads(1, thread_name_prefix="bcp-housekeeping")
@@ -199,7 +203,29 @@ class Housekeeping(Cleaner):
 
     def follow(self, save: SaveHandle, saved: Committed) -> None:
         """Once this save is committed, forget it and remove the checkpoints that no rule keeps. Returns at once."""
-        self._thread.submit(self._after_save, save, saved)
+        self._numbers[saved.name] = number = max(self._numbers.values(), default=0) + 1
+        saved = replace(saved, number=number)
+        if self._root.tier is None:
+            self._thread.submit(self._after_save, save, saved)
+            return
+
+        def uploaded(save: SaveHandle) -> None:
+            with suppress(RuntimeError):  # it is closed: the save has failed
+                self._thread.submit(self._after_save, save, saved)
+
+        self._staged[saved.name] = save, saved
+        save.add_uploaded_callback(uploaded)  # not in the order of the saves
+
+    def is_superfluous(self, saved: Committed) -> bool:
+        """Whether no rule would keep a checkpoint once all are uploaded that are committed in the tier.
+
+        For any thread.
+        """
+        staged = [one for save, one in self._staged.copy().values() if save.done() and failure_of(save) is None]
+        found = [*(self._committed or ())]
+        for one in staged:
+            found = _with(found, one)
+        return saved.name in {one.name for one in expendable(self._retention, found)}
 
     def reorder(self) -> None:
         """Find out again, after the next commit, which checkpoints are the oldest: a rollback has abandoned some."""
@@ -217,11 +243,15 @@ class Housekeeping(Cleaner):
         self._thread.shutdown(wait=True)
 
     def _after_save(self, save: SaveHandle, saved: Committed) -> None:
-        is_committed = _is_committed(save)
+        failure = failure_of(save, uploaded=True)
+        if self._staged.get(saved.name, (None,))[0] is save:
+            del self._staged[saved.name]
         self.forget(saved.name)
+        if isinstance(failure, UploadSkippedError):
+            return
         if self._is_leaving:
             return
-        if not is_committed:
+        if failure is not None:
             self._committed = None  # an earlier checkpoint of this name may still be there
             self._is_swept = False
             return
@@ -229,9 +259,8 @@ class Housekeeping(Cleaner):
             self._has_failed = False
             if self._committed is None:
                 self._committed = self._scan_root()
-            others = [one for one in self._committed if one.name != saved.name]
-            self._is_swept &= len(others) == len(self._committed)  # else it has replaced an earlier one
-            self._committed = [*others, saved]
+            known, self._committed = self._committed, _with(self._committed, saved)
+            self._is_swept &= len(known) < len(self._committed)  # else it has replaced an earlier one
             for one in expendable(self._retention, self._committed, keep_exception_saves=self._keep_exception_saves):
                 with self._tolerating(f"{one.name} could not be removed"):
                     self._committed.remove(one)
@@ -280,7 +309,8 @@ class Housekeeping(Cleaner):
         manifest = read_manifest(self._open(name))
         self._remove_unneeded(name, [one for one in attempts if one != manifest.attempt])
         marks = milestone_of(manifest) is not None, is_exception_save(manifest)
-        one = Committed(name, trailing_number(name), metric_of(manifest, self._retention.metric or ""), *marks)
+        metric, number = metric_of(manifest, self._retention.metric or ""), self._numbers.get(name, 0)
+        one = Committed(name, trailing_number(name), metric, *marks, number=number)
         return order_key(name, manifest, abandoned), one
 
     def _remove_unneeded(self, name: str, attempts: Sequence[str]) -> None:
@@ -353,6 +383,9 @@ class Housekeeping(Cleaner):
         self._on_removed(self._root.join(name).url)
 
 
-def _is_committed(save: SaveHandle) -> bool:
-    """Whether the save is committed below the root, for which this waits."""
-    return failure_of(save, uploaded=True) is None
+def _with(committed: Sequence[Committed], saved: Committed) -> list[Committed]:
+    """Insert a checkpoint before those that this job saved later, in the place of one of its name."""
+    found = [one for one in committed if one.name != saved.name]
+    at = next((index for index, one in enumerate(found) if one.number > saved.number), len(found))
+    found.insert(at, saved)
+    return found

@@ -674,6 +674,8 @@ class CheckpointManager:
             request = replace(request, job=lease.job, guard=lease.check)
         if tier_folder is not None:
             request = replace(request, upload_stop=tier_folder.stop)
+            if housekeeping is not None:
+                request = replace(request, is_superfluous=partial(housekeeping.is_superfluous, saved))
         cleaners = [one for one in (housekeeping, tier_folder) if one is not None]
         for one in cleaners:
             one.expect(saved.name)

@@ -16,7 +16,14 @@ from ..checkpoint.location import Location, Tier
 from ..checkpoint.manifest_file import adopt, decode_manifest, read_manifest, read_manifest_bytes
 from ..checkpoint.nearest import open_tier
 from ..engine.objects import OBJECTS, data_of
-from ..errors import BytecheckpointError, CheckpointError, SavePendingError, StorageError, UsageError
+from ..errors import (
+    BytecheckpointError,
+    CheckpointError,
+    SavePendingError,
+    StorageError,
+    UploadSkippedError,
+    UsageError,
+)
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.threads import Threads
 from ..save.engine import SharedSaves
@@ -134,7 +141,7 @@ class TierFolder(Cleaner):
             self.uploads.submit(int).result()  # after the removals that follow the uploads
         self._unfinished = []
         for save, failure in failed:
-            if attempt_of(save) not in self._continued:
+            if attempt_of(save) not in self._continued and not isinstance(failure, UploadSkippedError):
                 raise failure
 
     def leave(self, timeout_s: float) -> None:
@@ -217,7 +224,10 @@ class TierFolder(Cleaner):
     def _after_upload(self, name: str, save: SaveHandle) -> None:
         self.forget(name)
         try:
-            if (failure := failure_of(save, uploaded=True)) is not None:
+            failure = failure_of(save, uploaded=True)
+            if isinstance(failure, UploadSkippedError):
+                return
+            if failure is not None:
                 raise failure
             self._continue(gives_up=True)  # the checkpoint that is uploaded now is later than all of them
             self._remove_old()
@@ -261,4 +271,4 @@ class TierFolder(Cleaner):
 
 
 def _has_failed(save: SaveHandle) -> bool:
-    return failure_of(save, uploaded=True) is not None
+    return not isinstance(failure_of(save, uploaded=True), (UploadSkippedError, type(None)))

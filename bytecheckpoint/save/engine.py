@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..checkpoint.attempts import has_expired
 from ..engine.blocks import Block
@@ -20,6 +21,7 @@ from ..format.manifest import MANIFEST_TRAILER, Manifest
 from ..runtime.threads import Threads
 from ..storage_backends import StorageBackend, parent_url
 from .plan_cache import PlanCache
+from .upload_queue import UploadQueue
 
 DEFAULT_MERGE_MEMORY_BYTES = 64 << 20
 """Default memory of the merge stage, which bounds its unfinished pieces: eight blocks."""
@@ -107,6 +109,7 @@ class SaveEngine(IOEngine):
         background: Finishes saves one after the other, in the order in which they began.
         helpers: Copies the state of a gated save, and runs the merge stage of one save.
         uploads: Uploads what was saved to tiers, one checkpoint after the other.
+        upload_queue: What waits for that.
         plans: Plans of the last saves.
         shared: What the incremental saves of this process know of each other, on rank 0.
         store_rates: How fast the last save to each store was, in bytes per second.
@@ -126,6 +129,7 @@ class SaveEngine(IOEngine):
         self.background = Threads(1, thread_name_prefix="bcp-save")
         self.helpers = Threads(_HELPERS, thread_name_prefix="bcp-help")
         self.uploads = Threads(1, thread_name_prefix="bcp-upload")
+        self.upload_queue: UploadQueue[Any] = UploadQueue()
         self.plans = PlanCache()
         self.shared = SharedSaves()
         self.store_rates: dict[str, float] = {}

@@ -64,6 +64,7 @@ class SaveHandle:
         self._lifecycle = lifecycle
         self._staging: Staging | None = None
         self._upload: SaveLifecycle[TransferReport] | None = None
+        self._uploads_waiting: Callable[[], int] = int
         self._is_asked = False
 
     def staged(self) -> bool:
@@ -132,6 +133,8 @@ class SaveHandle:
 
         Raises:
             SavePendingError: The upload has not ended after ``timeout`` seconds and continues.
+            UploadSkippedError: The upload was not made, because later checkpoints were saved before its turn, and
+                ``CheckpointManager(keep=...)`` would have removed this one.
             BytecheckpointError: What ``result`` raises, or why the upload failed on any rank. The checkpoint is then
                 still in the tier, from where ``bcp upload`` continues.
         """
@@ -187,6 +190,14 @@ class SaveHandle:
     def is_uploaded(self) -> bool:
         """Return whether ``uploaded`` returns, or raises, at once."""
         return self.done() and (self._upload is None or self._upload.state.is_final)
+
+    def uploads_waiting(self) -> int:
+        """Return how many checkpoints this process has committed in a tier that wait for their upload.
+
+        Returns:
+            The number, whichever of them is that of this save; 0 without a tier.
+        """
+        return self._uploads_waiting()
 
     def add_uploaded_callback(self, callback: Callable[[SaveHandle], None]) -> None:
         """Call ``callback(handle)`` when ``uploaded`` returns or raises at once.

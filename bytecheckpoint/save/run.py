@@ -304,6 +304,7 @@ class SaveRun:
         """Save to a folder of this machine, and upload from there."""
         self.upload = SaveUpload(self.engine, self.op, self.backend, tier, self.options)
         self.handle._upload = self.upload.lifecycle
+        self.handle._uploads_waiting = self.engine.upload_queue.__len__
         self.backend = self.upload.tier_folder
 
     def _end_failed(self, error: BaseException) -> None:

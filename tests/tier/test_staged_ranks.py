@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -183,6 +184,34 @@ def test_ranks_wait_for_the_backlog_of_another_machine(pool: RankPool, tmp_path:
     assert all(pool.run(_save_behind_a_backlog, str(tmp_path), slow))
     assert list(find_journals(str(tmp_path))) == []
     assert bcp.open(f"{_store(str(tmp_path))}/step-1").verify().ok
+
+
+def _save_often(rank: int, world_size: int, root: str) -> list[int]:
+    """Save more often than rank 1 can upload. Returns the steps that were uploaded."""
+
+    def observe(name: str, event: str) -> None:
+        if rank == 1 and (name, event) == ("upload.transfer", "enter"):
+            time.sleep(0.3)
+
+    uploaded: list[int] = []
+    stop = telemetry.observe(observe)
+    callbacks = bcp.Callbacks(on_uploaded=lambda result: uploaded.append(result.step or 0))
+    try:
+        with _manager(root, rank, keep=2, callbacks=callbacks) as manager:
+            for step in range(1, 21):
+                manager.save(step, _state(1.0))
+    finally:
+        stop()
+    return uploaded
+
+
+def test_ranks_upload_the_same_newest_checkpoints(pool: RankPool, tmp_path: Path) -> None:
+    uploaded, *others = pool.run(_save_often, str(tmp_path))
+    assert all(one == uploaded for one in others)
+    assert {19, 20} <= {*uploaded}
+    assert len(uploaded) < 15
+    assert _names(Path(_store(str(tmp_path)))) == {"step-19", "step-20"}
+    assert list(find_journals(str(tmp_path))) == []
 
 
 def _stop_while_another_uploads(rank: int, world_size: int, root: str) -> str:

@@ -26,7 +26,13 @@ from bytecheckpoint.checkpoint import attempts
 from bytecheckpoint.checkpoint.attempts import remove_attempt
 from bytecheckpoint.checkpoint.nearest import JOURNAL_PREFIX, open_tier
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
-from bytecheckpoint.errors import CheckpointNotFoundError, SavePendingError, StorageError, UsageError
+from bytecheckpoint.errors import (
+    CheckpointNotFoundError,
+    SavePendingError,
+    StorageError,
+    UploadSkippedError,
+    UsageError,
+)
 from bytecheckpoint.format.manifest import MANIFEST_KEY, decode, encode
 from bytecheckpoint.manager.tier import TierFolder
 from bytecheckpoint.storage_backends import base, open_backend
@@ -156,6 +162,32 @@ def test_a_manager_warns_when_uploads_are_slower_than_saves(places: Places, capl
             manager.save(step, state(1.0), force=True)
             counts.append(sum("wait for their upload" in record.message for record in caplog.records))
     assert counts == [0, 0, 0, 1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("keep", "uploaded"),
+    [(None, [1, 6, 5, 4, 3, 2]), (2, [1, 6, 5]), (bcp.Retention(last=1, every_steps=4), [1, 6, 4])],
+)
+def test_the_newest_checkpoint_is_uploaded_first(places: Places, keep: Any, uploaded: list[int]) -> None:
+    """What retention would remove at once is not uploaded. A regression: every checkpoint was, in order."""
+    order: list[int] = []
+    callbacks = bcp.Callbacks(on_uploaded=lambda result: order.append(result.step or 0))
+    with bcp.CheckpointManager(places.root, preemption=None, keep=keep, callbacks=callbacks) as manager:
+        with held_uploads():
+            handles = [manager.save(step, state(1.0), force=True) for step in range(1, 7)]
+            assert [one.result(WAIT_S).step for one in handles if one is not None] == [1, 2, 3, 4, 5, 6]
+            assert handles[0] is not None
+            assert handles[0].uploads_waiting() == 5
+        manager.wait()
+        assert handles[0].uploads_waiting() == 0
+    assert order == uploaded
+    for step, handle in enumerate(handles, 1):
+        assert handle is not None
+        with nullcontext() if step in uploaded else pytest.raises(UploadSkippedError, match="was not uploaded"):
+            handle.uploaded(WAIT_S)
+    kept = {None: [1, 2, 3, 4, 5, 6], 2: [5, 6]}.get(keep, [4, 6])
+    assert sorted(path.name for path in places.store.iterdir()) == [f"step-{step}" for step in kept]
+    assert list(find_journals(str(places.tier))) == []
 
 
 @pytest.mark.parametrize("is_async", [True, False])

@@ -1,0 +1,80 @@
+"""The uploads that wait, in one process: the newest checkpoint goes first, and what retention would remove is left out.
+
+Ranks must choose the same upload, although they commit in the tier at different moments. So every save is followed by
+one *turn* on every rank, in the order of the saves, in which rank 0 chooses one of the checkpoints that wait then. As
+there are as many turns as saves, each checkpoint is uploaded, or left out, in one of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Generic, Protocol, TypeVar
+
+_POLL_S = 0.01
+
+
+class Waiting(Protocol):
+    """An upload that waits for its turn."""
+
+    def is_superfluous(self) -> bool:
+        """Whether the checkpoint would be removed from the store at once. On rank 0."""
+
+
+T = TypeVar("T", bound=Waiting)
+
+
+class UploadQueue(Generic[T]):
+    """The uploads of this rank that wait, by attempt. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, T] = {}  # from the oldest to the newest
+        self._without: set[str] = set()  # attempts that rank 0 has left out, or whose saves have failed here
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, attempt: str, upload: T) -> bool:
+        """Let an upload wait. Returns False if rank 0 has left it out already."""
+        with self._lock:
+            if attempt in self._without:
+                self._without.remove(attempt)
+                return False
+            self._waiting[attempt] = upload
+            return True
+
+    def refuse(self, attempt: str) -> None:
+        """Note that the save has failed on this rank, so that ``take`` does not wait for its upload."""
+        with self._lock:
+            self._waiting.pop(attempt, None)
+            self._without.add(attempt)
+
+    def choose(self) -> list[str]:
+        """On rank 0, return the attempt that is next (empty if none waits), and those that are left out."""
+        with self._lock:
+            waiting = [*self._waiting.items()]
+        newest = waiting[-1][0] if waiting else ""
+        return [newest, *(attempt for attempt, one in waiting[:-1] if one.is_superfluous())]
+
+    def take(self, attempt: str) -> T | None:
+        """Remove an upload and return it, once it waits; None if its save has failed on this rank."""
+        while True:
+            with self._lock:
+                if attempt in self._waiting or attempt in self._without:
+                    return self._waiting.pop(attempt, None)
+            time.sleep(_POLL_S)
+
+    def leave_out(self, attempt: str) -> T | None:
+        """Remove an upload and return it; if it does not wait yet, ``add`` returns False."""
+        with self._lock:
+            found = self._waiting.pop(attempt, None)
+            if found is None:
+                self._without.add(attempt)
+            return found
+
+    def take_any(self, attempt: str) -> T | None:
+        """Remove this upload, or else the oldest one, and return it; None if none waits."""
+        with self._lock:
+            key = attempt if attempt in self._waiting else next(iter(self._waiting), "")
+            return self._waiting.pop(key, None)
