@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,14 @@ from ..checkpoint.manifest_file import decode_manifest, read_manifest
 from ..checkpoint.rollback import complete_rollback
 from ..checkpoint.sweep import remove_files_of, sweep
 from ..engine.objects import OBJECTS, files_of
-from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UploadSkippedError, UsageError
+from ..errors import (
+    BytecheckpointError,
+    CheckpointError,
+    KeyNotFoundError,
+    StorageError,
+    UploadSkippedError,
+    UsageError,
+)
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.threads import Threads
 from ..save.engine import SharedSaves
@@ -187,6 +194,7 @@ class Housekeeping(Cleaner):
         self.pending: Callable[[], Iterable[Manifest]] = lambda: ()
         """Returns the manifests in the tier that are not uploaded yet."""
         self._keep_exception_saves = keep_exception_saves
+        self._awaited: set[str] = set()  # checkpoints of earlier jobs, which any rank may commit in the store
         self._numbers: dict[str, int] = {}  # of the saves of this job, by name
         self._staged: dict[str, tuple[SaveHandle, Committed]] = {}  # what is saved and not uploaded
         self._committed: list[Committed] | None = None  # from the oldest to the newest; None: unknown
@@ -200,6 +208,33 @@ class Housekeeping(Cleaner):
         """Keep what a checkpoint of an earlier job needs, which any rank may upload, as long as this job runs."""
         with suppress(CheckpointError):  # nothing uploads it
             self._of_earlier_jobs.update(files_of(decode_manifest(manifest, str(self._root))))
+
+    def superfluous(self, manifests: Mapping[str, bytes]) -> list[str]:
+        """Return the attempts of those checkpoints of earlier jobs that retention would remove, if all were uploaded.
+
+        ``manifests`` are those that are not uploaded, by name.
+        """
+        self._awaited = {*manifests}
+        try:
+            abandoned = complete_rollback(self._root, self._backend, self._backend.list_children("")).attempts
+        except (CheckpointError, StorageError):
+            return []  # it is unknown which are the newest
+        found: list[tuple[OrderKey, Committed]] = []
+        attempts: dict[str, str] = {}
+        for name, data in manifests.items():
+            with suppress(CheckpointError):
+                manifest = decode_manifest(data, name)
+                attempts[name] = manifest.attempt
+                found.append((order_key(name, manifest, abandoned), self._described(name, manifest)))
+        ordered = [one for _, one in sorted(found, key=lambda pair: pair[0])]
+        superfluous = [one.name for one in expendable(self._retention, ordered)]
+        self._awaited.difference_update(superfluous)
+        return [attempts[name] for name in superfluous]
+
+    def apply(self) -> None:
+        """Remove what no rule keeps, after an upload of an earlier job's checkpoint."""
+        with suppress(RuntimeError):  # it is closed
+            self._thread.submit(self._apply, None)
 
     def follow(self, save: SaveHandle, saved: Committed) -> None:
         """Once this save is committed, forget it and remove the checkpoints that no rule keeps. Returns at once."""
@@ -255,12 +290,17 @@ class Housekeeping(Cleaner):
             self._committed = None  # an earlier checkpoint of this name may still be there
             self._is_swept = False
             return
+        self._apply(saved)
+
+    def _apply(self, saved: Committed | None) -> None:
         try:
             self._has_failed = False
-            if self._committed is None:
+            if self._committed is None or saved is None or self._awaited:
                 self._committed = self._scan_root()
-            known, self._committed = self._committed, _with(self._committed, saved)
-            self._is_swept &= len(known) < len(self._committed)  # else it has replaced an earlier one
+                self._awaited.difference_update(one.name for one in self._committed)
+            if saved is not None:
+                known, self._committed = self._committed, _with(self._committed, saved)
+                self._is_swept &= len(known) < len(self._committed)  # else it has replaced an earlier one
             for one in expendable(self._retention, self._committed, keep_exception_saves=self._keep_exception_saves):
                 with self._tolerating(f"{one.name} could not be removed"):
                     self._committed.remove(one)
@@ -308,10 +348,12 @@ class Housekeeping(Cleaner):
             return None
         manifest = read_manifest(self._open(name))
         self._remove_unneeded(name, [one for one in attempts if one != manifest.attempt])
+        return order_key(name, manifest, abandoned), self._described(name, manifest)
+
+    def _described(self, name: str, manifest: Manifest) -> Committed:
         marks = milestone_of(manifest) is not None, is_exception_save(manifest)
         metric, number = metric_of(manifest, self._retention.metric or ""), self._numbers.get(name, 0)
-        one = Committed(name, trailing_number(name), metric, *marks, number=number)
-        return order_key(name, manifest, abandoned), one
+        return Committed(name, trailing_number(name), metric, *marks, number=number)
 
     def _remove_unneeded(self, name: str, attempts: Sequence[str]) -> None:
         """Remove what jobs that ended, and transfers of the day before, have left in a folder."""

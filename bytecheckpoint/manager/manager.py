@@ -201,9 +201,12 @@ class CheckpointManager:
                 if held.housekeeping is not None:
                     held.housekeeping.keep_objects(manifest)
                 pending.setdefault(name, manifest)
-            pending = msgpack.unpackb(op.broadcast("tier", msgpack.packb(pending) if op.rank == 0 else None))
+            superfluous = held.housekeeping.superfluous(pending) if held.housekeeping is not None and pending else []
+            answer = msgpack.packb([pending, superfluous]) if op.rank == 0 else None
+            pending, superfluous = msgpack.unpackb(op.broadcast("tier", answer))
             if held.tier_folder is not None:
-                held.tier_folder.begin(pending)
+                uploaded = held.housekeeping.apply if held.housekeeping is not None else lambda: None
+                held.tier_folder.begin(pending, superfluous, uploaded)
         except BaseException:
             held.release()
             raise

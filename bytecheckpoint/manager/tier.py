@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from ..runtime.threads import Threads
 from ..save.engine import SharedSaves
 from ..save.handle import SaveHandle, attempt_of, failure_of
 from ..storage_backends.local.backend import LocalBackend
-from ..transfer.journal import find_damaged_journals, find_journals, repair_journals
+from ..transfer.journal import JournalHead, find_damaged_journals, find_journals, repair_journals
 from ..transfer.staged import continue_upload, is_pending, remove_superseded
 from ..transfer.transfer import Stop
 from .housekeeping import Cleaner, StepNames
@@ -59,6 +59,8 @@ class TierFolder(Cleaner):
     stop: Stop = field(default_factory=Stop)  # ends the uploads of the saves that are made with it
     _unfinished: list[SaveHandle] = field(default_factory=list)
     _continued: set[str] = field(default_factory=set)  # attempts that were uploaded after their upload had failed
+    _superfluous: frozenset[str] = frozenset()
+    _after_earlier: Callable[[], None] = lambda: None
     _next_warning: int = _MANY_WAITING
     _begun: Future[None] = field(default_factory=Future)
 
@@ -86,11 +88,13 @@ class TierFolder(Cleaner):
         for name, data in self.pending().items():
             yield decode_manifest(data, os.path.join(self._folder.url, name))
 
-    def begin(self, manifests: Mapping[str, bytes]) -> None:
+    def begin(self, manifests: Mapping[str, bytes], superfluous: Sequence[str], uploaded: Callable[[], None]) -> None:
         """Continue, in the background, what earlier jobs have not uploaded from this machine.
 
         ``manifests`` are ``pending`` on all ranks: one may have been killed before it stored what another had stored.
+        Those of the attempts ``superfluous`` are not uploaded. ``uploaded`` is called after others were.
         """
+        self._superfluous, self._after_earlier = frozenset(superfluous), uploaded
         self._begun = self.uploads.submit(self._begin, manifests)
 
     def lacks_files(self) -> bool:
@@ -170,9 +174,12 @@ class TierFolder(Cleaner):
     def _begin(self, manifests: Mapping[str, bytes]) -> None:
         try:
             for name, data in manifests.items():
-                manifest = decode_manifest(data, name)
-                repair_journals(self._folder_of(name).url, manifest, [self.root.join(name).open().display_url])
-                self._adopt(self._folder_of(name), manifest, data)
+                try:
+                    manifest = decode_manifest(data, name)
+                    repair_journals(self._folder_of(name).url, manifest, [self.root.join(name).open().display_url])
+                    self._adopt(self._folder_of(name), manifest, data)
+                except BytecheckpointError as error:
+                    _log.warning("%s: %s may not be uploaded: %s", self._folder.url, name, error)
             for path in find_damaged_journals(self._folder.url):
                 _log.warning("%s is damaged, and not of the checkpoint at its side: nothing is uploaded", path)
             self._continue()
@@ -192,14 +199,18 @@ class TierFolder(Cleaner):
             adopt(folder, data)
 
     def _continue(self, *, gives_up: bool = False) -> None:
-        """Continue every upload that no process is working on."""
-        stop = self.stop
-        for path, head in list(find_journals(self._folder.url)):
-            if stop.is_set:
-                return
+        """Continue every upload that no process is working on, the newest first, unless a save of this job waits."""
+        stop, has_failed, has_uploaded = self.stop, False, False
+        found = sorted(find_journals(self._folder.url), key=lambda one: _created(*one), reverse=True)
+        for path, head in sorted(found, key=lambda one: one[1].attempt in self._superfluous):
+            if stop.is_set or self.is_busy():
+                break
             name = os.path.relpath(os.path.dirname(path), self._folder.url)
             if head.rank is None or head.direction != "to" or not self.names.is_managed(name):
                 continue
+            is_superfluous = head.attempt in self._superfluous
+            if is_superfluous and has_failed:
+                break  # a later one is not uploaded yet
             store = self.root.join(name).open(self.deadline_s)
             try:
                 report = continue_upload(
@@ -209,17 +220,22 @@ class TierFolder(Cleaner):
                     rate_limit=self.tier.upload_rate,
                     admit=self.guard,
                     gives_up=gives_up,
+                    is_superfluous=is_superfluous,
                     stop=stop,
                     lock=self.saves.committing,
                 )
             except UsageError:
                 continue  # another rank of this machine does it
             except BytecheckpointError as error:
+                has_failed = True
                 _log.warning("%s: an earlier job's upload could not be continued: %s", path, error)
             else:
-                _log.info("%s: this machine's part of an earlier upload is complete", os.path.dirname(path))
                 if report is not None:
+                    _log.info("%s: this machine's part of an earlier upload is complete", os.path.dirname(path))
                     self._continued.add(head.attempt)
+                    has_uploaded = True
+        if has_uploaded:
+            self._after_earlier()
 
     def _after_upload(self, name: str, save: SaveHandle) -> None:
         self.forget(name)
@@ -268,6 +284,14 @@ class TierFolder(Cleaner):
     def _staged(self) -> list[str]:
         children = (child for child in self._folder.list_children("") if child.endswith("/"))
         return [child[:-1] for child in children if self.names.is_managed(child[:-1])]
+
+
+def _created(path: str, head: JournalHead) -> str:
+    """Return when the save of a journal was begun; empty if its checkpoint is not at its side."""
+    with suppress(CheckpointError, StorageError):
+        manifest = read_manifest(LocalBackend(os.path.dirname(path)))
+        return manifest.created if manifest.attempt == head.attempt else ""
+    return ""
 
 
 def _has_failed(save: SaveHandle) -> bool:

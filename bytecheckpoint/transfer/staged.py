@@ -87,6 +87,7 @@ def continue_upload(
     progress: Callable[[int], None] = lambda nbytes: None,
     admit: Callable[[], None] = lambda: None,
     gives_up: bool = False,
+    is_superfluous: bool = False,
     stop: Stop | None = None,
     lock: threading.Lock | None = None,
 ) -> TransferReport | None:
@@ -96,7 +97,7 @@ def continue_upload(
     completes its files will do it. The journal remains until the store has the checkpoint or a later one, and for 24
     hours after the save at most: so long, loads find the checkpoint in this folder, and nothing removes it there.
 
-    ``lock`` is as in ``commit_upload``.
+    ``lock`` is as in ``commit_upload``. If the checkpoint ``is_superfluous``, the upload is discarded.
 
     If this folder does not hold the checkpoint, another machine may have committed it: then the journal remains as
     well, unless ``gives_up``. If a later checkpoint has replaced it here or in the store, the upload is discarded.
@@ -117,6 +118,8 @@ def continue_upload(
                 _log.info(
                     "%s: another machine may have committed %s; its files are kept", tier_folder.url, head.attempt
                 )
+        elif is_superfluous:
+            _log.info("%s is not uploaded: retention would remove it", tier_folder.url)
         elif has_expired(head.attempt) or not _was_removed(store, manifest, journal, head.rank):
             send = partial(
                 upload_files,

@@ -34,6 +34,7 @@ from bytecheckpoint.errors import (
     UsageError,
 )
 from bytecheckpoint.format.manifest import MANIFEST_KEY, decode, encode
+from bytecheckpoint.manager import tier
 from bytecheckpoint.manager.tier import TierFolder
 from bytecheckpoint.storage_backends import base, open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
@@ -187,6 +188,46 @@ def test_the_newest_checkpoint_is_uploaded_first(places: Places, keep: Any, uplo
             handle.uploaded(WAIT_S)
     kept = {None: [1, 2, 3, 4, 5, 6], 2: [5, 6]}.get(keep, [4, 6])
     assert sorted(path.name for path in places.store.iterdir()) == [f"step-{step}" for step in kept]
+    assert list(find_journals(str(places.tier))) == []
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_backlog_of_an_ended_job_holds_up_no_save(
+    places: Places, monkeypatch: pytest.MonkeyPatch, saves: bool
+) -> None:
+    """Its newest checkpoint goes first, and what retention would remove is discarded."""
+    with failing_uploads():
+        manager = bcp.CheckpointManager(places.root, preemption=None, keep=3)
+        for step in range(1, 7):
+            manager.save(step, state(1.0), force=True)
+        with pytest.raises(StorageError, match="is broken"):
+            manager.close()
+    order: list[int] = []
+    may_begin = threading.Event()
+
+    def record(folder: LocalBackend, *arguments: Any, **options: Any) -> Any:
+        assert may_begin.wait(WAIT_S)
+        report = staged.continue_upload(folder, *arguments, **options)
+        order.append(int(folder.url.rpartition("-")[2]) * (1 if report is not None else -1))
+        return report
+
+    def observe(name: str, event: str) -> None:
+        if (name, event) == ("upload.commit", "exit"):
+            order.append(7)
+
+    monkeypatch.setattr(tier, "continue_upload", record)
+    stop = telemetry.observe(observe)
+    with bcp.CheckpointManager(places.root, preemption=None, keep=3) as manager:
+        manager.resume(loaded := empty())
+        check(loaded, 1.0)
+        if saves:
+            manager.save(7, state(2.0), force=True)
+        may_begin.set()
+    stop()
+    assert order == ([6, 7, 5, 4, -3, -2, -1] if saves else [6, 5, 4, -3, -2, -1])
+    assert sorted(path.name for path in places.store.iterdir()) == [f"step-{step}" for step in (4, 5, 6)[saves:]] + (
+        ["step-7"] if saves else []
+    )
     assert list(find_journals(str(places.tier))) == []
 
 
