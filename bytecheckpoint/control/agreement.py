@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..runtime.ranks import format_ranks, ranks_text
-
-__all__ = ["describe_disagreement", "format_ranks"]
+from ..runtime.ranks import ranks_text
 
 _SHOWN_CHARACTERS = 200
 

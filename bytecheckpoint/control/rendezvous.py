@@ -8,8 +8,9 @@
 3. Each rank connects to its parent; a leader once its group has connected.
 4. The ranks exchange what they need to know of each other in an ordinary operation.
 
-A rank that cannot connect says so in the store, to its parent and its children under the tokens of the children, and
-they pass it on. So no rank waits for a connection that has failed, and all ranks raise the same cause.
+A rank that cannot connect publishes why in the store, and all others that are connecting at that time raise the same.
+Only a change of what is published counts: what was there when a rank began is of an earlier group. A rank that begins
+later waits for its deadline.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import msgpack
 from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import ControlError, DeadlineError, RankFailedError, UsageError
+from ..runtime.ranks import format_ranks
+from ..version import VERSION
 from .addresses import ADDRESS_VARIABLE, LOOPBACK, own_addresses
-from .agreement import format_ranks
 from .connections import Endpoint, new_key
 from .network import Network
 from .operation import SocketOperation
@@ -48,6 +50,7 @@ KEY_VARIABLE = "BYTECHECKPOINT_KEY"
 _PREFIX = "bytecheckpoint/control"
 _SHORTEST_SECRET = 16
 _LEAST_S = 0.01
+_HEAD_START_S = 0.5
 
 
 def connect_ranks(store: Any, here: PeerIdentity, tree: Tree, deadline_s: float) -> tuple[Router, Network]:
@@ -67,50 +70,56 @@ def connect_ranks(store: Any, here: PeerIdentity, tree: Tree, deadline_s: float)
         ) from error
 
 
+class _OtherFailedError(Exception):
+    """Another rank has published a failure."""
+
+
 class _Arrival:
     """One rank that connects to the others."""
 
     def __init__(self, shared: Any, here: PeerIdentity, tree: Tree, deadline_s: float) -> None:
         self._shared, self._here, self._tree = shared, here, tree
         self._children, self._parent = tree.children(here.rank), tree.parent(here.rank)
-        self._tokens: dict[int, str] = {}  # of this rank's children, and its own
+        self._tokens: dict[int, str] = {}
+        self._earlier = b""
         self._is_local = True  # all ranks of this branch share the loopback interface
         self._deadline_s, self._deadline = deadline_s, time.monotonic() + deadline_s
         self._longest_pause_s = max(REGISTRATION_POLL_S, tree.world_size * REGISTRATION_POLL_PER_RANK_S)
 
     def connect(self) -> tuple[Router, Network]:
         """Raises what the module says, or what another rank has published."""
+        self._earlier = self._published()
         with contextlib.ExitStack() as undo:
             try:
                 return self._connect(undo)
             except DeadlineError:
                 raise  # every rank has the same deadline, and its own view of who is late
+            except _OtherFailedError:
+                raise ControlError(self._failure()) from None
+            except RankFailedError as error:
+                # This rank may learn that it has lost another one before that one has published why.
+                give_up = time.monotonic() + FLUSH_S
+                while not self._failure() and time.monotonic() < give_up:
+                    time.sleep(REGISTRATION_POLL_S)
+                if failure := self._failure():
+                    raise ControlError(failure) from error
+                raise
             except Exception as error:
-                text, is_own = self._agree_on(error)
-                if is_own and type(error) is not ControlError:
-                    raise
-                raise ControlError(text) from error
+                time.sleep(_HEAD_START_S)  # for ranks that are about to begin
+                text = f"rank {self._here.rank} on {self._here.host}: {error}"
+                with contextlib.suppress(RuntimeError):  # the store has failed
+                    self._shared.set("failure", f"{secrets.token_hex(8)}{text}".encode())
+                if type(error) is ControlError:
+                    raise ControlError(text) from error
+                raise
 
-    def _agree_on(self, error: Exception) -> tuple[str, bool]:
-        """Publish this rank's failure, or the one that another rank has published first; return it, and which it is."""
-        found, text = "", f"rank {self._here.rank} on {self._here.host}: {error}"
-        with contextlib.suppress(RuntimeError):  # the store has failed
-            # A rank that loses its parent may learn of it before the parent has published why.
-            give_up = time.monotonic() + (FLUSH_S if isinstance(error, RankFailedError) else 0)
-            while not (found := next(filter(None, map(self._published, self._tokens.values())), "")):
-                if time.monotonic() >= give_up:
-                    break
-                time.sleep(REGISTRATION_POLL_S)
-            self._read_registrations(self._children)  # again: the first ones may be of an earlier group
-            for token in self._tokens.values():
-                self._shared.set(f"failed/{token}", (found or text).encode())
-            self._delete(f"registered/{self._here.rank}")
-        return found or text, not found
+    def _published(self) -> bytes:
+        return bytes(self._shared.get("failure")) if self._shared.check(["failure"]) else b""
 
-    def _published(self, token: str) -> str:
-        """Return the failure that was published under a token; empty if there is none."""
-        key = f"failed/{token}"
-        return bytes(self._shared.get(key)).decode() if self._shared.check([key]) else ""
+    def _failure(self) -> str:
+        """Return the failure that another rank has published since this one began; empty if there is none."""
+        found = self._published()
+        return found[16:].decode() if found != self._earlier else ""
 
     def _connect(self, undo: contextlib.ExitStack) -> tuple[Router, Network]:
         rank, parent = self._here.rank, self._parent
@@ -145,8 +154,8 @@ class _Arrival:
 
     def _register(self) -> tuple[Endpoint, bool]:
         """Register with the parent; return where it listens, and whether all ranks share a loopback interface."""
-        token = self._tokens[self._here.rank] = secrets.token_hex(8)
-        value = msgpack.packb([token, self._here.pack(), self._is_local])
+        token = secrets.token_hex(8)
+        value = msgpack.packb([VERSION, token, self._here.pack(), self._is_local])
         self._shared.set(f"registered/{self._here.rank}", value)
         answer = f"answer/{token}"
         self._poll(lambda: [] if self._shared.check([answer]) else [self._parent], "answer its children")
@@ -163,7 +172,13 @@ class _Arrival:
         changed = []
         for rank in children:
             if self._shared.check([f"registered/{rank}"]):
-                token, packed, is_local = msgpack.unpackb(bytes(self._shared.get(f"registered/{rank}")))
+                version, *registered = msgpack.unpackb(bytes(self._shared.get(f"registered/{rank}")))
+                if version != VERSION:
+                    raise ControlError(
+                        f"bytecheckpoint {VERSION} is installed here, and {version} where rank {rank} runs; install "
+                        "one version for all ranks"
+                    )
+                token, packed, is_local = registered
                 if self._tokens.get(rank) != token:
                     self._tokens[rank] = token
                     self._is_local &= is_local and self._here.shares_loopback(PeerIdentity.unpack(packed))
@@ -172,8 +187,8 @@ class _Arrival:
 
     def _await_children(self, network: Network, answer: bytes) -> None:
         """Answer the children and wait until all have connected."""
-        for rank in self._children:
-            self._shared.set(f"answer/{self._tokens[rank]}", answer)
+        for token in self._tokens.values():
+            self._shared.set(f"answer/{token}", answer)
 
         def unconnected() -> list[int]:
             connected = network.connected_peers()
@@ -222,9 +237,8 @@ class _Arrival:
         note_interval_s = min(LONGEST_NOTE_INTERVAL_S, self._deadline_s / NOTES_PER_DEADLINE)
         next_note, pause_s = time.monotonic() + note_interval_s, REGISTRATION_POLL_S
         while ranks := missing():
-            for token in filter(None, map(self._tokens.get, {*ranks, self._here.rank})):
-                if text := self._published(token):
-                    raise ControlError(text)
+            if self._failure():
+                raise _OtherFailedError
             now = time.monotonic()
             if now > self._deadline:
                 raise DeadlineError(

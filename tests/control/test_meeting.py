@@ -98,6 +98,19 @@ def test_a_rank_with_another_key(pool: RankPool) -> None:
     assert "BYTECHECKPOINT_KEY must be the same on all ranks" in found[0][1]
 
 
+def _fail_with_another_version(rank: int, world_size: int, other: int) -> tuple[str, str, float]:
+    with mock.patch.object(rendezvous, "VERSION", "9.9" if rank == other else rendezvous.VERSION):
+        return _fail_to_meet(rank, world_size, {})
+
+
+@pytest.mark.parametrize("rank", [5, 4])
+def test_a_rank_with_another_version(pool: RankPool, rank: int) -> None:
+    found = pool.run(_fail_with_another_version, rank)
+    assert {name for name, _, _ in found} == {"ControlError"}
+    assert all("install one version for all ranks" in text and "9.9" in text for _, text, _ in found)
+    assert max(seconds for _, _, seconds in found) < time_limit(30)
+
+
 def _fail_to_listen(rank: int, world_size: int, failing: int) -> tuple[str, str, float]:
     failure = mock.patch.object(Network, "listen", side_effect=UsageError("BYTECHECKPOINT_PORTS=x is no range"))
     with failure if rank == failing else contextlib.nullcontext():
