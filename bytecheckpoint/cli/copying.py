@@ -53,7 +53,7 @@ def copy_command(
     out.document(_document(found.url, report))
 
 
-@command("upload")
+@command("upload", finds_urls=True)
 @click.argument("root")
 @click.argument("destination", required=False)
 @_rate_limit

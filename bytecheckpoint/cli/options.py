@@ -61,17 +61,18 @@ Locate: TypeAlias = Callable[[str], Location]
 """Returns the location of one of a command's URLs, with the storage options of the command; local paths have none."""
 
 
-def command(name: str, *, uses_storage: bool = True) -> Callable[[Run], click.Command]:
+def command(name: str, *, uses_storage: bool = True, finds_urls: bool = False) -> Callable[[Run], click.Command]:
     """Decorate a function of an ``Output``, a ``Locate`` and its own parameters as a command.
 
-    A command of local files only (``uses_storage=False``) has no ``--storage-option``; its function gets no ``Locate``.
+    A command that ``finds_urls`` by itself accepts storage options without one. A command of local files only
+    (``uses_storage=False``) has no ``--storage-option``; its function gets no ``Locate``.
     """
 
     def decorate(function: Run) -> click.Command:
         @functools.wraps(function)
         def run(*, as_json: bool, debug: bool, storage_option: tuple[str, ...] = (), **arguments: Any) -> None:
             with _failures(debug=debug):
-                if storage_option and not any(map(_is_remote, _texts(arguments.values()))):
+                if storage_option and not finds_urls and not any(map(_is_remote, _texts(arguments.values()))):
                     raise click.UsageError(
                         "--storage-option applies to URLs such as s3://bucket/run, and none is given"
                     )
