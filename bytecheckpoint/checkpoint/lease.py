@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
 import msgpack
@@ -89,10 +89,11 @@ class Lease:
     """
 
     def __init__(
-        self, backend: StorageBackend, record: LeaseRecord, version: str, is_unwanted: Callable[[], bool]
+        self, backend: StorageBackend, record: LeaseRecord, version: str | None, is_unwanted: Callable[[], bool]
     ) -> None:
         self._backend, self._record, self._is_unwanted = backend, record, is_unwanted
-        self._version = version  # of the object that this job wrote last; empty if there is none, or it is unknown
+        # Of the object that this job wrote last; empty if there is none, or it is unknown; None before the first one.
+        self._version = version
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._is_silent = False  # the store, by the last heartbeat
@@ -115,11 +116,14 @@ class Lease:
         is_unwanted: Callable[[], bool] = lambda: False,
         is_brief: bool = False,
         patience_s: float = _PATIENCE_S,
+        is_deferrable: bool = False,
     ) -> Lease:
         """Acquire the lease of the root that ``backend`` is open on.
 
         If another job holds it, this waits up to ``3 * interval_s`` of that job to find out whether it is alive. If it
         is, and holds it for a few requests only (``is_brief``), this waits ``patience_s`` for the release.
+
+        If the store fails and this ``is_deferrable``, heartbeats try again, and ``check`` raises until one has done it.
 
         Returns:
             The lease, whose heartbeat has begun.
@@ -132,32 +136,22 @@ class Lease:
         record = LeaseRecord(secrets.token_bytes(JOB_MARK_BYTES), here, 1, interval_s, _now(), is_brief)
         _open_here.add(record.job)  # before another thread can read it
         try:
-            return cls._acquire(backend, record, is_unwanted, time.monotonic() + patience_s)
+            try:
+                version = _claim(backend, record, time.monotonic() + patience_s)
+            except StorageError as error:
+                if not is_deferrable:
+                    raise
+                _log.warning("%s: the lease cannot be acquired yet: %s", backend.display_url, error)
+                version = None
+            return cls(backend, record, version, is_unwanted)
         except BaseException:
             _open_here.discard(record.job)
             raise
 
-    @classmethod
-    def _acquire(
-        cls, backend: StorageBackend, record: LeaseRecord, is_unwanted: Callable[[], bool], give_up: float
-    ) -> Lease:
-        tries = 0
-        while tries < _MAX_TRIES:
-            found, version = _read(backend)
-            if found is not None and found.job == record.job:  # the reply to the put was lost
-                return cls(backend, record, version, is_unwanted)
-            if found is not None and not _has_died(backend, found, record.holder, give_up):
-                continue  # released
-            tries += 1
-            try:
-                version = _put(backend, record, version)
-            except (KeyExistsError, KeyChangedError):
-                continue  # another job was faster
-            return cls(backend, record, version, is_unwanted)
-        raise StorageError(
-            f"{backend.url}: {LEASE_KEY} can neither be read nor created. It may be a directory or a link to a missing "
-            f"file: remove it, or use another root"
-        )
+    @property
+    def is_acquired(self) -> bool:
+        """Whether the lease was written; if not, the store has failed since ``acquire``."""
+        return self._version is not None
 
     @property
     def job(self) -> bytes:
@@ -190,6 +184,8 @@ class Lease:
 
     def _delete(self) -> None:
         try:
+            if self._version is None:
+                return
             if self._is_silent:  # a heartbeat may still wait for it
                 raise StorageError("the store does not answer")
             with self._lock:
@@ -222,6 +218,9 @@ class Lease:
                     return
 
     def _send_heartbeat(self) -> None:
+        if self._version is None:
+            self._read_own()
+            return
         if not (self._version and self._backend.conditions().if_version):
             self._read_own()
         if self._lost is None:
@@ -232,12 +231,36 @@ class Lease:
                 self._read_own()  # lost, or removed, or an earlier heartbeat was written although its reply was lost
 
     def _read_own(self) -> None:
+        if self._version is None:
+            try:
+                self._version = _claim(self._backend, self._record, time.monotonic())
+            except RootInUseError as error:
+                self._lost = error
+            return
         found, self._version = _read(self._backend)
         if found is not None and found.job != self.job:
             self._lost = RootInUseError(
                 f"{self._backend.url}: {found} has taken this root over from job {self.job.hex()}, which sent no "
                 f"heartbeat for too long. This job must not save there any more: stop it, or use another root"
             )
+
+
+def _claim(backend: StorageBackend, record: LeaseRecord, give_up: float) -> str:
+    """Write the first lease of a job, and return its version. Raises as ``Lease.acquire``."""
+    tries = 0
+    while tries < _MAX_TRIES:
+        found, version = _read(backend)
+        if found is not None and found.job == record.job:  # the reply to the put was lost
+            return version
+        if found is not None and not _has_died(backend, found, record.holder, give_up):
+            continue  # released
+        tries += 1
+        with suppress(KeyExistsError, KeyChangedError):  # another job was faster
+            return _put(backend, record, version)
+    raise StorageError(
+        f"{backend.url}: {LEASE_KEY} can neither be read nor created. It may be a directory or a link to a missing "
+        f"file: remove it, or use another root"
+    )
 
 
 @contextmanager

@@ -105,7 +105,8 @@ class CheckpointManager:
         UsageError: An argument is invalid. When the manager begins: the root is a checkpoint itself, or no handler can
             be installed for a signal.
         RootInUseError: When the manager begins: another job saves below this root.
-        StorageError: When the manager begins: the lease could not be written.
+        StorageError: When the manager begins: the lease could not be written. With a tier, a store that fails delays
+            that, and uploads wait for it.
         ControlError: The ranks could not work together.
 
     Example:
@@ -201,7 +202,9 @@ class CheckpointManager:
                 if held.housekeeping is not None:
                     held.housekeeping.keep_objects(manifest)
                 pending.setdefault(name, manifest)
-            superfluous = held.housekeeping.superfluous(pending) if held.housekeeping is not None and pending else []
+            superfluous: list[str] = []
+            if pending and held.housekeeping is not None and held.lease is not None and held.lease.is_acquired:
+                superfluous = held.housekeeping.superfluous(pending)
             answer = msgpack.packb([pending, superfluous]) if op.rank == 0 else None
             pending, superfluous = msgpack.unpackb(op.broadcast("tier", answer))
             if held.tier_folder is not None:
@@ -713,14 +716,26 @@ class CheckpointManager:
 
     def _acquire_root(self) -> None:
         held, backend = self._resources, self.root.open(self._job.deadline_s)
-        children = list(check_is_root(backend))
+        children: list[str] = []
+        try:
+            children += check_is_root(backend)
+        except StorageError as error:
+            if self.root.tier is None:
+                raise
+            _log.warning("%s cannot be listed; this job begins with what is in the tier: %s", self.root, error)
         if self.root.tier is not None:
             children += open_tier(self.root.tier.path, backend).list_children("")
         steps = (self._names.step_of(name) for name in folders_of(children))
         self._highest_step = max((step for step in steps if step is not None), default=0)
         here = PeerIdentity.of_this_process(0)
         interval_s = self._job.lease_s / HEARTBEATS_PER_LEASE
-        held.lease = Lease.acquire(backend, here, interval_s=interval_s, is_unwanted=held.finish_if_abandoned)
+        held.lease = Lease.acquire(
+            backend,
+            here,
+            interval_s=interval_s,
+            is_unwanted=held.finish_if_abandoned,
+            is_deferrable=self.root.tier is not None,
+        )
         if self.root.tier is None:  # with one, a save fails for reasons of this machine, and asks the store nothing
             held.in_flight.guard = held.lease.check
         held.housekeeping = Housekeeping(

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from bytecheckpoint.checkpoint.nearest import JOURNAL_PREFIX, open_tier
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
 from bytecheckpoint.errors import (
     CheckpointNotFoundError,
+    RootInUseError,
     SavePendingError,
     StorageError,
     UploadSkippedError,
@@ -678,6 +679,61 @@ def test_a_store_that_does_not_answer_is_waited_for_once(
     assert first == 600
     assert others
     assert max(others) < 1
+
+
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_a_job_begins_while_the_store_is_down(places: Places, monkeypatch: pytest.MonkeyPatch, is_in_use: bool) -> None:
+    """It resumes from the tier and saves there. A regression: it could not begin."""
+    fail_upload(places, 1.0)
+    is_down = threading.Event()
+
+    class Unreliable(LocalBackend):
+        def _resolve(self, key: str, action: str) -> str:
+            return self._locate(key, action)
+
+        def _locate(self, key: str, action: str) -> str:
+            if is_down.is_set():
+                raise StorageError("the store is down")
+            return super()._locate(key, action)
+
+        def list_children(self, prefix: str = "") -> Any:
+            if is_down.is_set():
+                raise StorageError("the store is down")
+            return super().list_children(prefix)
+
+    def open_unreliable(path: Any, **options: Any) -> LocalBackend:
+        return (Unreliable if os.fspath(path).startswith(str(places.store)) else LocalBackend)(path)
+
+    monkeypatch.setattr(bcp.checkpoint.location, "open_backend", open_unreliable)
+    job = bcp.JobOptions(lease_s=0.3)
+    other = bcp.CheckpointManager(str(places.store), preemption=None, job=job)
+    if is_in_use:
+        other.save(5, {"extra": {"x": 5}}, force=True)
+        other.wait()
+    is_down.set()
+    manager = bcp.CheckpointManager(places.root, preemption=None, keep=1, job=job)
+    manager.resume(loaded := empty())
+    check(loaded, 1.0)
+    handle = manager.save(2, state(2.0), force=True)
+    assert handle is not None
+    handle.result(WAIT_S)
+    with pytest.raises(StorageError, match="the store is down"):
+        handle.uploaded(WAIT_S)
+    is_down.clear()
+    last = manager.save(3, state(3.0), force=True)
+    assert last is not None
+    if is_in_use:
+        with pytest.raises(RootInUseError, match=r"is in use by|already has a CheckpointManager"):
+            last.uploaded(WAIT_S)
+        with pytest.raises(RootInUseError, match=r"is in use by|already has a CheckpointManager"):
+            manager.save(4, state(4.0), force=True)
+    else:
+        assert last.uploaded(WAIT_S).step == 3
+    with suppress(RootInUseError, StorageError):
+        manager.close()
+    other.close()
+    committed = [path.parent.name for path in places.store.glob(f"*/{MANIFEST_KEY}")]
+    assert committed == ["step-5" if is_in_use else "step-3"]
 
 
 def test_who_waits_for_the_upload_asks_for_the_outcome_of_the_save(places: Places) -> None:
