@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 
 from ..errors import PlanError
-from ..runtime.ranks import ranks_text
+from ..runtime.messages import ranks_text
 from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 from .balance import choose_writers
 from .coverage import tiling_faults

@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from ..errors import PlanError
-from ..runtime.ranks import ranks_text
+from ..runtime.messages import ranks_text
 from ..tensors.tables import Int64, TensorTable, ragged_positions, ragged_starts
 from .local_plan import ValueKey
 from .plan_groups import PlanGroup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..runtime.ranks import ranks_text
+from ..runtime.messages import ranks_text
 
 _SHOWN_CHARACTERS = 200
 

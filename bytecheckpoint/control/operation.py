@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from ..errors import ControlError, DisagreementError
-from ..runtime.ranks import format_ranks
+from ..runtime.messages import format_ranks
 from .base import Operation, Streams
 from .messages import WaitStep, pack_branch, unpack_branch
 from .network import Network

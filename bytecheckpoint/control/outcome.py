@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from ..errors import BytecheckpointError, DeadlineError
-from ..runtime.ranks import format_ranks
+from ..runtime.messages import format_ranks
 from .failure import FailureRecord
 from .router import OperationState, Router
 from .timings import DIRECT_REPORT_S, LATE_REPORT_S, LATE_REPORT_THROUGH_LEADER_S, REPORT_THROUGH_LEADER_S

@@ -27,7 +27,7 @@ import msgpack
 from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import ControlError, DeadlineError, RankFailedError, UsageError
-from ..runtime.ranks import format_ranks
+from ..runtime.messages import format_ranks
 from ..version import VERSION
 from .addresses import ADDRESS_VARIABLE, LOOPBACK, own_addresses
 from .connections import Endpoint, new_key

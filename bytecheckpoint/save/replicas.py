@@ -22,7 +22,7 @@ from ..errors import ReplicaMismatchError
 from ..frameworks.digests import tensor_digest
 from ..frameworks.dtensor import replica_ranks
 from ..planners import contribution
-from ..runtime.ranks import format_ranks
+from ..runtime.messages import format_ranks
 from ..tensors.shards import MeshShard, SectionSource, Shard
 
 Replicas = Literal["auto", "check", "trust", "own"]

@@ -19,7 +19,7 @@ from bytecheckpoint.errors import (
     RankFailedError,
     StorageError,
 )
-from bytecheckpoint.runtime.ranks import format_ranks, ranks_text
+from bytecheckpoint.runtime.messages import format_ranks, ranks_text
 
 HERE = PeerIdentity(2, "host-a", 4711, 99, "boot", "pidns", "netns")
 

@@ -16,9 +16,18 @@ import msgpack
 import numpy as np
 
 from ...errors import FormatError, StateError
-from ..hashed_keys import check_hashes
 from .pickled import unpickle
-from .types import CONTAINER_KINDS, MAPPINGS, MAX_DEPTH, VALUE_KINDS, Container, Ext, UnreadObject, is_stored_dtype
+from .types import (
+    CONTAINER_KINDS,
+    MAPPINGS,
+    MAX_DEPTH,
+    VALUE_KINDS,
+    Container,
+    Ext,
+    UnreadObject,
+    check_hashes,
+    is_stored_dtype,
+)
 from .unpacking import unique_pairs, unpack
 
 _T = TypeVar("_T")

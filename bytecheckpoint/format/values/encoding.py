@@ -17,9 +17,8 @@ import msgpack
 import numpy as np
 
 from ...errors import FormatError, UnserializableError
-from ..hashed_keys import check_hashes
 from .pickled import pickle_bytes
-from .types import MAX_DEPTH, Container, Ext, UnreadObject, check_key, is_stored_dtype
+from .types import MAX_DEPTH, Container, Ext, UnreadObject, check_hashes, check_key, is_stored_dtype
 
 
 def encode_value(value: object, where: str, *, allow_pickle: bool = False) -> bytes:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from argparse import Namespace
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from ...errors import UnserializableError
+from ...errors import FormatError, UnserializableError
 from ...tensors.metadata import Path
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Ext",
     "Path",
     "UnreadObject",
+    "check_hashes",
     "check_key",
     "is_left_out",
     "is_number",
@@ -51,6 +53,8 @@ NUMPY_DTYPES = frozenset(
         for kind in ("i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
     ]
 )
+
+_MOST_EQUAL = 100  # keys of a dict that have the same hash
 
 
 _NUMPY_TEXT = re.compile(r"[<>]U[1-9][0-9]{0,8}|\|S[1-9][0-9]{0,8}")
@@ -168,3 +172,16 @@ def check_key(key: Any, where: str) -> None:
             f"{where} has a key of type {kind.__module__}.{kind.__qualname__}; "
             f"keys must be str, int, float, bool, None, bytes or tuples of these"
         )
+
+
+def check_hashes(keys: Iterable[Hashable]) -> None:
+    """Check keys before a dict or a set is made of them.
+
+    To insert n keys with the same hash takes n² comparisons inside C, where not even Ctrl-C ends it. Such keys are easy
+    to find among numbers and tuples of numbers; hashes of texts are random in each process.
+
+    Raises ``FormatError``, and ``TypeError`` for a key that has no hash.
+    """
+    numbers = [hash(key) for key in keys if type(key) is not str]
+    if len(numbers) > _MOST_EQUAL and max(Counter(numbers).values()) > _MOST_EQUAL:
+        raise FormatError(f"more than {_MOST_EQUAL} keys of a dict, or items of a set, have the same hash")

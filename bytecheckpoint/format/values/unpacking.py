@@ -8,9 +8,8 @@ from typing import Any
 import msgpack
 
 from ...errors import FormatError, StateError, UnserializableError
-from ..hashed_keys import check_hashes
 from ..msgpack_scan import scan_msgpack
-from .types import MAX_DEPTH, check_key
+from .types import MAX_DEPTH, check_hashes, check_key
 
 _MAX_DEPTH = MAX_DEPTH + 3  # levels of the value, and those that a values file adds
 
