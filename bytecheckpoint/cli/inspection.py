@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -24,11 +25,13 @@ from ..checkpoint.discovery import (
 from ..checkpoint.location import Location
 from ..checkpoint.selection import SimilarNames
 from ..codecs import PlainCodec
+from ..convert.copy import unfinished_uploads
 from ..errors import CheckpointNotFoundError
 from ..foreign.opening import CheckpointSource
 from ..format.manifest import FORMAT_VERSION
 from ..load.options import LoadOptions
 from ..rules import Rules
+from ..storage_backends.local.backend import LocalBackend
 from .incomplete import list_incomplete
 from .options import EXIT_CORRUPT, EXIT_NEGATIVE, DependentOption, Locate, command, rules_options
 from .output import Output, plain, size_text
@@ -62,7 +65,9 @@ def ls_command(out: Output, at: Locate, root: str, *, depth: int, incomplete: bo
         return
     found = list_checkpoints(at(root), depth=depth)
     latest = newest_listed(at(root), found)
-    out.document({"root": root, "latest": latest, "entries": [_listing(one) for one in found]})
+    waiting = _waiting_uploads(at(root))
+    document = {"root": root, "latest": latest, "entries": [_listing(one) for one in found], "uploads_waiting": waiting}
+    out.document(document)
     rows = [
         (one.name, _text(one.step), one.created[:19], size_text(one.size), one.world_size, ", ".join(one.sections))
         for one in found
@@ -76,8 +81,18 @@ def ls_command(out: Output, at: Locate, root: str, *, depth: int, incomplete: bo
             out.line(f"{one.name}: abandoned by a rollback")
         if one.status == "checkpoint" and one.attempts:
             out.line(f"{one.name}: {len(one.attempts)} uncommitted attempt(s), left by failed saves or in progress")
+    for name in waiting:
+        out.line(f"{name}: not uploaded completely from this machine")
     if any(one.status == "broken" for one in found):
         raise click.exceptions.Exit(EXIT_CORRUPT)
+
+
+def _waiting_uploads(root: Location) -> list[str]:
+    """Return the names of the checkpoints below a local root whose upload has not ended, such as those in a tier."""
+    folder = root.open()
+    if not isinstance(folder, LocalBackend):
+        return []
+    return sorted({os.path.relpath(one.path, folder.url) for one in unfinished_uploads(folder.url)})
 
 
 def _listing(one: Listing) -> dict[str, Any]:

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 from cli_checkpoints import CommandResult
+from tier_faults import failing_uploads
 from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.lease import hold_root
+from bytecheckpoint.checkpoint.nearest import open_tier
+from bytecheckpoint.errors import StorageError
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
+from bytecheckpoint.transfer.journal import find_journals
 
 Run = Callable[..., CommandResult]
 
@@ -59,3 +63,22 @@ def test_what_killed_saves_left_is_removed(root: Path, bcp_command: Run) -> None
     ]
     assert bcp.open(root / "step-1").verify().ok
     assert bcp_command("ls", root / "none", "--incomplete").stdout.endswith("nothing is incomplete\n")
+
+
+def test_what_a_tier_has_not_uploaded_is_listed(tmp_path: Path, bcp_command: Run) -> None:
+    """A journal that is damaged makes ``bcp upload`` fail."""
+    root = bcp.Location(tmp_path / "store", tier=bcp.Tier(tmp_path / "tier"))
+    bcp.save(root.join("step-1"), {"extra": {"x": 1}}).uploaded()
+    with failing_uploads():
+        handle = bcp.save(root.join("step-2"), {"extra": {"x": 2}})
+        with pytest.raises(StorageError, match="the store is broken"):
+            handle.uploaded()
+    folder = open_tier(tmp_path / "tier", root.open()).url
+    assert "step-2: not uploaded completely from this machine" in bcp_command("ls", folder).stdout
+    assert bcp_command("ls", folder, "--json").json["uploads_waiting"] == ["step-2"]
+    assert bcp_command("ls", tmp_path / "store", "--json").json["uploads_waiting"] == []
+    [(path, _)] = find_journals(folder)
+    Path(path).write_bytes(b"")
+    ended = bcp_command("upload", folder)
+    assert ended.code == 2
+    assert "is damaged" in ended.stderr
