@@ -19,6 +19,8 @@ from ..engine.objects import OBJECTS, data_of
 from ..errors import (
     BytecheckpointError,
     CheckpointError,
+    CheckpointNotFoundError,
+    NotACheckpointError,
     SavePendingError,
     StorageError,
     UploadSkippedError,
@@ -261,20 +263,32 @@ class TierFolder(Cleaner):
             found.append((manifest.created, name, manifest.attempt))
         for _, name, attempt in sorted(found)[: -self.tier.keep]:
             folder = self._folder_of(name)
-            with self.removing(name) as is_free:
-                if not is_free or name in self._pending_names():
-                    continue
-                _log.info("removing %s, which is uploaded", folder.url)
-                self._folder.delete([f"{name}/{MANIFEST_KEY}"])
+            try:
+                with self.removing(name) as is_free:
+                    if not is_free or name in self._pending_names():
+                        continue
+                    _log.info("removing %s, which is uploaded", folder.url)
+                    self._folder.delete([f"{name}/{MANIFEST_KEY}"])
+            except StorageError as error:
+                _log.warning("%s could not be removed: %s", folder.url, error)
+                continue
             remove_superseded(folder, attempt)
 
     def _remove_unfinished(self) -> None:
         """Remove attempts of ended jobs that were never committed, or whose checkpoints were replaced."""
         needed = {head.attempt for _, head in find_journals(self._folder.url)}
+        known = [OBJECTS]
         for name in self._staged():
-            with suppress(CheckpointError, StorageError):
-                needed.add(read_manifest(LocalBackend(os.path.join(self._folder.url, name))).attempt)
-        for name in (*self._staged(), OBJECTS):
+            try:
+                needed.add(read_manifest(self._folder_of(name)).attempt)
+            except (CheckpointNotFoundError, NotACheckpointError):
+                pass
+            except (CheckpointError, StorageError) as error:  # it is unknown what is needed
+                _log.warning("not touched, because it cannot be read: %s", error)
+                known = [one for one in known if one != OBJECTS]
+                continue
+            known.append(name)
+        for name in known:
             for child in self._folder.list_children(f"{name}/"):
                 attempt = child.rstrip("/")
                 is_of_job = job_mark_of(attempt, also_staged=True) in (b"", self.job)

@@ -229,21 +229,30 @@ class LocalBackend(StorageBackend):
 
     def delete(self, keys: Sequence[str]) -> None:
         parents: set[str] = set()
+        failures: list[StorageError] = []
         for key in keys:
-            action = f"deleting {key!r} in {self._root.path}"
-            path = self._locate(key, action)
-            if path != os.path.join(self._root.resolved(), key):
-                raise StorageError(
-                    f"{action}: refused: a directory in it is a symbolic link; nothing is removed through one"
-                )
-            with (
-                self._root.translated_errors(action, reading=False),
-                suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),
-            ):
-                os.unlink(path)
-            parents.add(os.path.dirname(path))
+            try:
+                parents.add(os.path.dirname(self._delete(key)))
+            except StorageError as error:
+                failures.append(error)
         for parent in sorted(parents, key=len, reverse=True):
             self._root.remove_empty_directories(parent)
+        for failure in failures:
+            raise failure
+
+    def _delete(self, key: str) -> str:
+        action = f"deleting {key!r} in {self._root.path}"
+        path = self._locate(key, action)
+        if path != os.path.join(self._root.resolved(), key):
+            raise StorageError(
+                f"{action}: refused: a directory in it is a symbolic link; nothing is removed through one"
+            )
+        with (
+            self._root.translated_errors(action, reading=False),
+            suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),
+        ):
+            os.unlink(path)
+        return path
 
     def free_bytes(self) -> int | None:
         return free_bytes(self._root.path)

@@ -554,3 +554,19 @@ for call in (
     environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_key_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, unlink = LocalBackend(tmp_path), os.unlink
+    for key in "abc":
+        backend.put(key, b"x")
+
+    def refuse(path: str) -> None:
+        if path.endswith("a"):
+            raise PermissionError(errno.EACCES, "no")
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(AccessDeniedError, match="deleting 'a'"):
+        backend.delete(["a", "b", "c"])
+    assert [stat.key for stat in backend.list()] == ["a"]
