@@ -242,7 +242,7 @@ def _manifest(plan: SavePlan, world: World, name: str) -> dict[str, Any]:
     for rank in range(world.ranks):
         files = plan.files_of(rank)
         words = len(files) + sum(0 if row is None else int(counts[row]) for _, _, row in files)
-        packed.append(msgpack.packb([[4096] * len(files), random.bytes(CHECKSUM_BYTES * words), []]))
+        packed.append(msgpack.packb([[4096] * len(files), random.bytes(CHECKSUM_BYTES * words), [None] * len(files)]))
     with clock.on("record"):
         confirmed = Confirmations(plan, attempt="attempt-20300101T000000Z-0123456789abcdef", chunk_size=chunk_size)
         everyone = [confirmed.unpack(rank, one) for rank, one in enumerate(packed)]
