@@ -73,7 +73,7 @@ def measure(nbytes: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
     with bcp.Checkpointer() as checkpointer:
 
         def save(base: str | None, *, use_async: bool = False) -> int:
-            number = sum(1 for _ in folder.iterdir())
+            number = sum(1 for _ in folder.glob("step-*"))
             path = folder / f"step-{number}"
             handle = checkpointer.save(
                 path, state, step=number, async_save=use_async, options=bcp.SaveOptions(base=base)
@@ -101,8 +101,8 @@ def measure(nbytes: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
                 one["seconds"].append(round(seconds, 4))
                 one["written"] = written
                 if name == "complete save":
-                    remove(str(max(folder.iterdir(), key=lambda path: int(path.name[5:]))))
-        for path in folder.iterdir():
+                    remove(str(max(folder.glob("step-*"), key=lambda path: int(path.name[5:]))))
+        for path in folder.glob("step-*"):
             assert checkpointer.open(path).verify().ok
     return list(samples.values())
 
