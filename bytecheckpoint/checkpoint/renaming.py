@@ -166,6 +166,12 @@ class Renames:
                 aliases.append((f"{section}.{fqn}", names[row]))
             else:
                 names[row], section_of[row] = f"{section}.{fqn}", section
+        for one in stored.sections:
+            if len(stored.section_tensors(one.name)) == 0:  # it has plain values only, which are not read here
+                section, _ = self._map(f"{one.name}.", whole_sections=True)
+                if section != one.name:
+                    sections.setdefault(section, SectionInfo(section, one.kind))
+                    self._moved.setdefault(section, set()).add(one.name)
         numbers = {name: number for number, name in enumerate([*sections, ""])}
         numbered = np.array([numbers[name] for name in section_of], np.int64)
         return replace(

@@ -228,3 +228,16 @@ def test_a_rename_of_no_full_names_is_refused(averaged: Path, rename: dict[str, 
         bcp.open(averaged, rename=rename)
     with pytest.raises(UsageError, match="no full name"):
         bcp.open(averaged, rename=lambda name: name.rpartition(".")[2])
+
+
+@pytest.mark.parametrize(
+    "rename", [{"old.": "new."}, lambda name: name.replace("old.", "new.")], ids=["keys", "function"]
+)
+@pytest.mark.parametrize("stored", [{"step": 5, "names": ["a"]}, {}], ids=["values", "empty"])
+def test_a_section_without_tensors(tmp_path: Path, rename: Any, stored: dict[str, Any]) -> None:
+    """As of an optimizer that has no state yet: its hyper-parameters are values."""
+    bcp.save(tmp_path / "c", {"old": stored, "model": {"w": torch.ones(2)}})
+    found: dict[str, Any] = dict.fromkeys(stored)
+    bcp.load(tmp_path / "c", {"new": found}, rename=rename)
+    assert found == stored
+    assert bcp.open(tmp_path / "c", rename=rename).tree("new") == stored
