@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,15 @@ import click
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import Location
-from ..errors import BytecheckpointError, MismatchError, NameNotFoundError, StateError, UsageError
+from ..errors import (
+    BytecheckpointError,
+    DeadlineError,
+    EngineError,
+    MismatchError,
+    NameNotFoundError,
+    StateError,
+    UsageError,
+)
 from ..inference.push import (
     AdapterEngine,
     Engine,
@@ -30,6 +39,7 @@ from .options import DependentOption, Locate, checked, command, rename_option
 from .output import Output, printable, size_text
 
 _POLL_S = 2.0
+_LOOK_S = 10.0  # between two looks at what the engines serve, and two tries of a push
 
 
 @dataclass(frozen=True)
@@ -214,7 +224,8 @@ def push_command(
     If weights are streamed, a failure can leave an engine paused until the next push.
 
     --watch ROOT follows a training job: it pushes the newest checkpoint below ROOT, and each newer one when it is
-    committed. After a failure, the next one is pushed; only one that does not fit the engines ends the command.
+    committed. If an engine fails or is down, the push is tried again, also when an engine has restarted with other
+    weights. Of a damaged checkpoint, the next one is pushed; only one that does not fit the engines ends the command.
 
     --token and --header apply to all engines, --resume too.
 
@@ -272,16 +283,14 @@ def _follow(
 ) -> None:
     """Push each checkpoint that a training job commits below ``root``."""
     with push.pusher(urls) as pusher:
-        for checkpoint in _newest(root, timeout_s):
-            report = _push_one(pusher, checkpoint, push)
-            if report is not None:
-                out.document({"source": checkpoint.url, **report.plain(), "total_s": report.total_s})
-                out.line(f"the engines serve version {report.version} after {report.total_s:.2f} s")
+        following = _Following(out, pusher, push)
+        for checkpoint in _newest(root, timeout_s, following.stop):
+            following.push(checkpoint)
 
 
-def _newest(root: Location, timeout_s: float | None) -> Iterator[Checkpoint]:
+def _newest(root: Location, timeout_s: float | None, stop: Callable[[], bool]) -> Iterator[Checkpoint]:
     """Yield the newest checkpoint, and then each one that is the newest when it is found."""
-    found = api.watch(root, poll_s=_POLL_S, timeout_s=timeout_s)
+    found = api.watch(root, poll_s=_POLL_S, timeout_s=timeout_s, stop=stop)
     pushed = api.latest(root, allow_fresh=True)
     if pushed is not None:
         yield pushed
@@ -292,17 +301,48 @@ def _newest(root: Location, timeout_s: float | None) -> Iterator[Checkpoint]:
             yield newest
 
 
-def _push_one(pusher: Pusher, checkpoint: Checkpoint, push: _PushOptions) -> PushReport | None:
-    """Push a checkpoint. When an engine fails, or the checkpoint is damaged, was removed, or has values that are not
-    finite, the next one follows."""
-    try:
-        return pusher.push(checkpoint, **push.arguments())
-    except BytecheckpointError as error:
-        is_misuse = isinstance(error, (MismatchError, NameNotFoundError, UsageError))
-        if is_misuse and not isinstance(error, StateError):
-            raise  # the next one would fail too
-        click.echo(f"bcp: step {checkpoint.step} was not pushed: {printable(str(error))}", err=True)
-        return None
+class _Following:
+    """Pushes checkpoints, and the last one again to engines that were down, or that serve what they started with."""
+
+    def __init__(self, out: Output, pusher: Pusher, push: _PushOptions) -> None:
+        self._out, self._pusher, self._push = out, pusher, push
+        self._last: Checkpoint | None = None  # unless it can never be pushed
+        self._has_failed = False
+        self._looked = 0.0
+
+    def push(self, checkpoint: Checkpoint) -> None:
+        """Push a checkpoint. If it is damaged, was removed, or has values that are not finite, the next one follows."""
+        self._last, self._has_failed = checkpoint, False
+        try:
+            report = self._pusher.push(checkpoint, **self._push.arguments())
+        except BytecheckpointError as error:
+            is_misuse = isinstance(error, (MismatchError, NameNotFoundError, UsageError))
+            if is_misuse and not isinstance(error, StateError):
+                raise  # the next one would fail too
+            self._has_failed = isinstance(error, (EngineError, DeadlineError))
+            self._last = checkpoint if self._has_failed else None
+            then = f"; trying again every {_LOOK_S:g} s" if self._has_failed else ""
+            click.echo(f"bcp: step {checkpoint.step} was not pushed{then}: {printable(str(error))}", err=True)
+        else:
+            self._out.document({"source": checkpoint.url, **report.plain(), "total_s": report.total_s})
+            self._out.line(f"the engines serve version {report.version} after {report.total_s:.2f} s")
+        self._looked = time.monotonic()
+
+    def stop(self) -> bool:
+        """Push the last checkpoint again if an engine lacks it; never stop. ``watch`` calls this before each wait."""
+        if self._last is not None and time.monotonic() - self._looked >= _LOOK_S:
+            self._looked = time.monotonic()
+            if self._is_needed():
+                self.push(self._last)
+        return False
+
+    def _is_needed(self) -> bool:
+        try:
+            workers = [worker for engine in self._pusher.state() for worker in engine]
+        except BytecheckpointError:
+            self._has_failed = True  # an engine is down
+            return False
+        return self._has_failed or any(worker["version"] is None for worker in workers)
 
 
 def _resume(out: Output, engines: list[Engine], deadline_s: float) -> None:

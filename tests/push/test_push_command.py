@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.checkpoint import Checkpoint
 from bytecheckpoint.cli import cli
 from bytecheckpoint.cli import push as push_module
-from bytecheckpoint.inference.push import HttpEngine, Pusher
+from bytecheckpoint.inference.push import HttpEngine
 from bytecheckpoint.testing import time_limit
 
 
@@ -169,17 +171,17 @@ def _spoil(folder: Path) -> None:
 def test_checkpoints_that_cannot_be_pushed_are_left_out(
     engine: ToyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempted, push_one = list[int](), push_module._push_one
+    attempted, push = list[int](), push_module._Following.push
 
-    def watched(pusher: Pusher, checkpoint: Checkpoint, *arguments: Any, **options: Any) -> Any:
+    def watched(following: push_module._Following, checkpoint: Checkpoint) -> None:
         if checkpoint.step == 3:
             shutil.rmtree(tmp_path / "step-3")  # as retention does
         try:
-            return push_one(pusher, checkpoint, *arguments, **options)
+            push(following, checkpoint)
         finally:
             attempted.append(checkpoint.step or 0)
 
-    monkeypatch.setattr(push_module, "_push_one", watched)
+    monkeypatch.setattr(push_module._Following, "push", watched)
     command = ["push", "--watch", str(tmp_path), "--to", engine.url, "--watch-timeout", str(time_limit(60))]
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(CliRunner().invoke, cli, command)
@@ -207,3 +209,75 @@ def test_no_engine(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", "http://127.0.0.1:9"])
     assert done.exit_code == 6
     assert "is the engine up?" in done.stderr
+
+
+class _Relay:
+    """A port that leads to an engine, to none, or to another one, as when an engine is down or has restarted."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.engine: ToyEngine | None = None
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with ThreadPoolExecutor(32) as threads, suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                if self.engine is None:
+                    connection.close()
+                    continue
+                port = int(self.engine.url.rpartition(":")[2])
+                other = socket.create_connection(("127.0.0.1", port))
+                for one, two in ((connection, other), (other, connection)):
+                    threads.submit(self._copy, one, two)
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for one in (source, target):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        source.close()
+
+
+def test_engines_that_are_down_or_restart_get_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push_module, "_POLL_S", 0.1)
+    monkeypatch.setattr(push_module, "_LOOK_S", 0.2)
+    stop, tried = threading.Event(), threading.Event()
+    look, push = push_module._Following.stop, push_module._Following.push
+
+    def watched(following: push_module._Following, checkpoint: Checkpoint) -> None:
+        push(following, checkpoint)
+        tried.set()
+
+    monkeypatch.setattr(push_module._Following, "push", watched)
+    monkeypatch.setattr(push_module._Following, "stop", lambda following: look(following) or stop.is_set())
+    bcp.save(tmp_path / "step-1", {"model": ToyTrainee(31)}, step=1)
+    relay = _Relay()
+    command = ["push", "--watch", str(tmp_path), "--to", relay.url, "--deadline", str(time_limit(10))]
+    try:
+        with toy_engine(2) as first, toy_engine(2) as restarted, ThreadPoolExecutor(1) as thread:
+            following = thread.submit(CliRunner().invoke, cli, command)
+            try:
+                assert tried.wait(time_limit(60))
+                for engine in (first, restarted):
+                    relay.engine = engine
+                    until(lambda engine=engine: engine.look()["digests"] == expected_digests(31, 2), "it is served")
+            finally:
+                stop.set()
+            done = following.result()
+    finally:
+        relay.close()
+    assert done.exit_code == 0, done.output
+    assert done.output.count("the engines serve version 1 ") == 2
+    assert "trying again every" in done.stderr
