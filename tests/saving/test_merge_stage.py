@@ -306,7 +306,7 @@ def _fail_in(rank: int, world_size: int, path: str, point: str, victim: int, use
     finally:
         stop()
     dist.barrier()
-    left = sorted(os.listdir(path))
+    left = sorted(os.listdir(path)) if os.path.isdir(path) else []
     dist.barrier()
     bcp.save(path, state, step=3, options=bcp.SaveOptions(layout="whole", deadline_s=time_limit(30)))
     return [results, *left]
