@@ -18,7 +18,7 @@ class _RefusesFunctions(TorchFunctionMode):
         raise AssertionError(f"{func} was called in the caller's mode")
 
 
-class _RefusesOperations(TorchDispatchMode):
+class _RefusesOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} was called in the caller's mode")
 
