@@ -12,6 +12,7 @@ from tier_faults import failing_uploads
 from warm_python import warm_python
 
 import bytecheckpoint as bcp
+from bytecheckpoint.checkpoint import sweep
 from bytecheckpoint.checkpoint.lease import hold_root
 from bytecheckpoint.checkpoint.nearest import open_tier
 from bytecheckpoint.errors import StorageError
@@ -41,7 +42,8 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return root
 
 
-def test_what_killed_saves_left_is_removed(root: Path, bcp_command: Run) -> None:
+def test_what_killed_saves_left_is_removed(root: Path, bcp_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "_PATIENCE_S", 0.2)
     committed = f"step-1/{bcp.open(root / 'step-1').manifest.attempt}"
     left = {"/".join(path.relative_to(root).parts) for path in root.glob("*/attempt-*")} - {committed}
     assert len(left) == 2

@@ -372,6 +372,7 @@ def test_a_patient_operation_names_a_stopped_rank(pool, group_size, stopped):
 
 
 @pytest.mark.parametrize(("group_size", "busy"), [(2, 0), (2, 2), (6, 3)])
+@pytest.mark.sampled(1)
 def test_a_patient_operation_waits_for_a_busy_rank(pool, group_size, busy):
     assert pool.run(one_is_busy, group_size, busy, world_size=WORLD) == [(None, True)] * WORLD
 

@@ -89,6 +89,7 @@ def test_a_held_lease_is_refused_until_it_is_released(backend: StorageBackend) -
 
 
 @pytest.mark.parametrize("here", [HERE, ELSEWHERE], ids=["here", "elsewhere"])
+@pytest.mark.sampled(1)
 def test_a_job_waits_for_those_who_need_the_root_for_a_few_requests(
     backend: StorageBackend, here: PeerIdentity
 ) -> None:

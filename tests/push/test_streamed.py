@@ -121,6 +121,7 @@ def test_a_sender_killed_while_it_writes(engine: ToyEngine, options: dict[str, A
 
 
 @STREAMS
+@pytest.mark.sampled(1)
 def test_a_sender_stopped_while_it_writes(engine: ToyEngine, options: dict[str, Any]) -> None:
     _push(engine, 1, options)
     with RankPool(2) as pool:
@@ -186,6 +187,7 @@ def test_an_engine_that_cannot_roll_back_stays_paused_when_another_fails(engine:
 
 
 @STREAMS
+@pytest.mark.sampled(1)
 def test_a_worker_stopped_while_it_loads(engine: ToyEngine, pool: RankPool, options: dict[str, Any]) -> None:
     _push(engine, 1, options)
     stopped = engine.look()["pids"][1]

@@ -1,6 +1,6 @@
 """Random states: ``save`` and ``load`` must do exactly what torch.save, torch.load and ``load_state_dict`` do.
 
-Beside the state, what is around it is drawn: the caller's modes of torch, sections under other names, a relative path
+What is around the state is drawn, too: the caller's modes of torch, sections under other names, a relative path
 and a change of the working directory, and other files in the root. A normal run draws a few dozen states,
 ``BCP_TEST_EXAMPLES=50`` draws fifty times as many. Hypothesis reduces a state that fails and prints it; keep it in
 ``KEPT``.

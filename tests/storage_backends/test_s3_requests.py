@@ -203,6 +203,7 @@ def test_save_to_a_missing_bucket_fails_before_anything_is_copied(store: _Store)
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new path", "overwrite"])
+@pytest.mark.sampled(1)
 def test_a_manifest_that_arrives_after_the_save_has_failed(store: _Store, is_new: bool) -> None:
     """The store got the manifest and did not reply. It must not refer to files that the failed save has removed."""
     url = f"{store.root}/step-1"

@@ -180,6 +180,7 @@ def _save_behind_a_backlog(rank: int, world_size: int, root: str, slow: int) -> 
 
 
 @pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.sampled(1)
 def test_ranks_wait_for_the_backlog_of_another_machine(pool: RankPool, tmp_path: Path, slow: int) -> None:
     assert all(pool.run(_save_behind_a_backlog, str(tmp_path), slow))
     assert list(find_journals(str(tmp_path))) == []
