@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Iterable
 
 from ..errors import StorageError
 from ..storage_backends.base import StorageBackend
@@ -56,6 +57,11 @@ def attempt_name(attempt_id: bytes) -> str:
     parts = [ids] if attempt_id[0] == _WITHOUT_JOB_MARK else [ids[:JOB_MARK_BYTES], ids[JOB_MARK_BYTES:]]
     end = _STAGED_END if attempt_id[0] == _STAGED else ""
     return ATTEMPT_PREFIX + "-".join([when, *(part.hex() for part in parts)]) + end
+
+
+def attempts_among(children: Iterable[str]) -> list[str]:
+    """Return the attempts among the children of a folder, as ``StorageBackend.list_children`` names them."""
+    return [child[:-1] for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")]
 
 
 def copy_of_attempt(attempt: str) -> str:

@@ -27,7 +27,7 @@ from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.messages import listed
 from ..storage_backends.base import StorageBackend
-from .attempts import ATTEMPT_PREFIX
+from .attempts import ATTEMPT_PREFIX, attempts_among
 from .lineage import Abandoned, OrderKey, abandoned_in, order_key, series_of, step_of, trailing_number
 from .location import Location
 from .manifest_file import read_manifest
@@ -435,7 +435,7 @@ def newest_listed(root: Location, found: Sequence[Listing]) -> str | None:
 def _list_folder(root: Location, name: str, depth: int, abandoned: Abandoned) -> Iterator[Listing]:
     backend = root.open()
     children = backend.list_children("")
-    attempts = [child.rstrip("/") for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")]
+    attempts = attempts_among(children)
     folders = [child[:-1] for child in children if child.endswith("/") and child[:-1] not in (*attempts, OBJECTS)]
     if MANIFEST_KEY in children:
         try:

@@ -38,7 +38,7 @@ from ..runtime.threads import Threads
 from ..storage_backends import folder_name, join, open_like, parent_url
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
-from .attempts import ATTEMPT_PREFIX, attempt_time, has_expired, remove_attempt
+from .attempts import ATTEMPT_PREFIX, attempt_time, attempts_among, has_expired, remove_attempt
 from .lease import hold_root
 from .manifest_file import decode_manifest, read_manifest
 
@@ -175,7 +175,7 @@ def uncommitted(root: StorageBackend) -> dict[str, float]:
     folders = [child for child in root.list_children("") if child.endswith("/")]
     for prefix in ("", *(one for one in folders if one != f"{OBJECTS}/" and not one.startswith(ATTEMPT_PREFIX))):
         children = root.list_children(prefix)
-        attempts = {child[:-1] for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")}
+        attempts = {*attempts_among(children)}
         if attempts and MANIFEST_KEY in children:
             folder = open_like(root, join(root.url, prefix[:-1])) if prefix else root
             try:

@@ -93,7 +93,7 @@ class _Arrival:
             try:
                 return self._connect(undo)
             except DeadlineError:
-                raise  # every rank has the same deadline, and its own view of who is late
+                raise  # all ranks have the same deadline, and each names the ranks that it waited for
             except _OtherFailedError:
                 raise ControlError(self._failure()) from None
             except RankFailedError as error:
@@ -288,7 +288,7 @@ def _compile(gathered: Sequence[bytes]) -> tuple[bytes, list[bytes]]:
 
 def _configured_key() -> bytes:
     """Return the key from the environment; empty if there is none."""
-    secret = os.environ.get(KEY_VARIABLE, "").encode()
+    secret = os.fsencode(os.environ.get(KEY_VARIABLE, ""))
     if 0 < len(secret) < _SHORTEST_SECRET:
         raise UsageError(
             f"{KEY_VARIABLE} must have at least {_SHORTEST_SECRET} characters, such as openssl rand -hex 16"

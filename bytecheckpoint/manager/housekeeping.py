@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from ..checkpoint.attempts import ATTEMPT_PREFIX, has_expired, job_mark_of, remove_attempt
+from ..checkpoint.attempts import ATTEMPT_PREFIX, attempts_among, has_expired, job_mark_of, remove_attempt
 from ..checkpoint.discovery import is_exception_save, metric_of, milestone_of
 from ..checkpoint.lineage import OrderKey, order_key, trailing_number
 from ..checkpoint.location import Location
@@ -195,7 +195,8 @@ class Housekeeping(Cleaner):
         """Returns the manifests in the tier that are not uploaded yet."""
         self._keep_exception_saves = keep_exception_saves
         self._awaited: set[str] = set()  # checkpoints of earlier jobs, which any rank may commit in the store
-        self._numbers: dict[str, int] = {}  # of the saves of this job, by name
+        self._saved = 0  # by this job
+        self._numbers: dict[str, int] = {}  # of those that are not removed, by name
         self._staged: dict[str, tuple[SaveHandle, Committed]] = {}  # what is saved and not uploaded
         self._committed: list[Committed] | None = None  # from the oldest to the newest; None: unknown
         self._is_leaving = False
@@ -238,8 +239,9 @@ class Housekeeping(Cleaner):
 
     def follow(self, save: SaveHandle, saved: Committed) -> None:
         """Once this save is committed, forget it and remove the checkpoints that no rule keeps. Returns at once."""
-        self._numbers[saved.name] = number = max(self._numbers.values(), default=0) + 1
-        saved = replace(saved, number=number)
+        self._saved += 1
+        self._numbers[saved.name] = self._saved
+        saved = replace(saved, number=self._saved)
         if self._root.tier is None:
             self._thread.submit(self._after_save, save, saved)
             return
@@ -283,6 +285,8 @@ class Housekeeping(Cleaner):
             del self._staged[saved.name]
         self.forget(saved.name)
         if isinstance(failure, UploadSkippedError):
+            if self._numbers.get(saved.name) == saved.number:
+                del self._numbers[saved.name]
             return
         if self._is_leaving:
             return
@@ -342,7 +346,7 @@ class Housekeeping(Cleaner):
     def _scan(self, name: str, abandoned: Collection[str]) -> tuple[OrderKey, Committed] | None:
         """Return what was committed in a folder, and remove unfinished attempts of earlier jobs there."""
         children = self._backend.list_children(f"{name}/")
-        attempts = [child[:-1] for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")]
+        attempts = attempts_among(children)
         if MANIFEST_KEY not in children:
             self._remove_unneeded(name, attempts)
             return None
@@ -418,6 +422,7 @@ class Housekeeping(Cleaner):
                 return
             _log.info("%s: removing %s", self._root, name)
             self._backend.delete([f"{name}/{MANIFEST_KEY}"])
+            self._numbers.pop(name, None)
         if manifest.is_shared:
             self._is_swept = False
         else:

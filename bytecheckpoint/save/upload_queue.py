@@ -8,10 +8,11 @@ there are as many turns as saves, each checkpoint is uploaded, or left out, in o
 from __future__ import annotations
 
 import threading
-import time
 from typing import Generic, Protocol, TypeVar
 
-_POLL_S = 0.01
+from ..runtime.waiting import Waiters
+
+_MOST_WITHOUT = 1024  # rank 0 chooses none that has waited for so many others
 
 
 class Waiting(Protocol):
@@ -28,9 +29,9 @@ class UploadQueue(Generic[T]):
     """The uploads of this rank that wait, by attempt. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._waiters = threading.Lock(), Waiters()
         self._waiting: dict[str, T] = {}  # from the oldest to the newest
-        self._without: set[str] = set()  # attempts that rank 0 has left out, or whose saves have failed here
+        self._without: dict[str, None] = {}  # attempts that rank 0 has left out, or whose saves have failed here
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -39,16 +40,18 @@ class UploadQueue(Generic[T]):
         """Let an upload wait. Returns False if rank 0 has left it out already."""
         with self._lock:
             if attempt in self._without:
-                self._without.remove(attempt)
+                del self._without[attempt]
                 return False
             self._waiting[attempt] = upload
-            return True
+        self._waiters.wake()
+        return True
 
     def refuse(self, attempt: str) -> None:
         """Note that the save has failed on this rank, so that ``take`` does not wait for its upload."""
         with self._lock:
             self._waiting.pop(attempt, None)
-            self._without.add(attempt)
+            self._note_without(attempt)
+        self._waiters.wake()
 
     def choose(self) -> list[str]:
         """On rank 0, return the attempt that is next (empty if none waits), and those that are left out."""
@@ -58,20 +61,26 @@ class UploadQueue(Generic[T]):
         return [newest, *(attempt for attempt, one in waiting[:-1] if one.is_superfluous())]
 
     def take(self, attempt: str) -> T | None:
-        """Remove an upload and return it, once it waits; None if its save has failed on this rank."""
-        while True:
-            with self._lock:
-                if attempt in self._waiting or attempt in self._without:
-                    return self._waiting.pop(attempt, None)
-            time.sleep(_POLL_S)
+        """Remove an upload and return it, once it waits; None if its save has failed on this rank.
+
+        Rank 0 has committed that save, so that it ends on this rank too, at the latest at its deadline.
+        """
+        self._waiters.wait_until(lambda: attempt in self._waiting or attempt in self._without)
+        with self._lock:
+            return self._waiting.pop(attempt, None)
 
     def leave_out(self, attempt: str) -> T | None:
         """Remove an upload and return it; if it does not wait yet, ``add`` returns False."""
         with self._lock:
             found = self._waiting.pop(attempt, None)
             if found is None:
-                self._without.add(attempt)
+                self._note_without(attempt)
             return found
+
+    def _note_without(self, attempt: str) -> None:
+        self._without[attempt] = None
+        while len(self._without) > _MOST_WITHOUT:
+            del self._without[next(iter(self._without))]
 
     def take_any(self, attempt: str) -> T | None:
         """Remove this upload, or else the oldest one, and return it; None if none waits."""

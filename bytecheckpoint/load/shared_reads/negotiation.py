@@ -36,10 +36,9 @@ _SAMPLED_SHARDS = 16  # enough to see whether a checkpoint's files are in the pa
 
 @dataclass(frozen=True)
 class ReadOffer:
-    """The reads that one rank could share. ``requests`` index the classes' members; ``message`` is for rank 0."""
+    """The reads that one rank could share. ``message`` is for rank 0."""
 
     rank: int
-    requests: Sequence[BoxRequest]
     classes: Sequence[RequestClass]
     message: list[Any]
 
@@ -60,7 +59,7 @@ def make_offer(
         min_bytes = _MIN_SHARED_BYTES if mode == "auto" else 1
         classes = classify_requests(manifest.tensors, manifest.shards, requests, salt=salt, min_bytes=min_bytes)
     host = PeerIdentity.of_this_process(rank)
-    return ReadOffer(rank, requests, classes, [host.boot_id or host.host, mode, [one.summary for one in classes]])
+    return ReadOffer(rank, classes, [host.boot_id or host.host, mode, [one.summary for one in classes]])
 
 
 def answer_offers(backend: StorageBackend, manifest: Manifest, messages: Sequence[Sequence[Any]]) -> Answer:
