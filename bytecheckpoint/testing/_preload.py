@@ -8,6 +8,7 @@ This module must not start a thread or use an accelerator: ranks are forked from
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import runpy
@@ -43,6 +44,9 @@ for _file in filter(None, os.environ.get("BCP_TEST_PRELOAD", "").split(os.pathse
     runpy.run_path(_file)
 
 torch.set_num_threads(1)
+# torch replaces its pool in a forked process when it is first asked for it, and two threads that ask at once may find
+# none ("Invalid thread pool!", torch 2.13): ask before there are threads.
+os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
 
 # These objects live forever: the ranks' garbage collector need not visit them, which would copy their pages.
 gc.collect()

@@ -83,10 +83,10 @@ def killed_during_transfer(rank, world_size, dying, size):
     first.barrier("alive")
     first.close()
     operation = begin()
-    streams = operation.streams()
     into = bytearray(64 << 20)
 
     def pass_around():
+        streams = operation.streams()  # raises if the rank has died by now
         # In a ring, most ranks see only a consequence of the death: a neighbour that stops sending.
         with ThreadPoolExecutor(1) as executor, operation.phase("ring"):
             sending = executor.submit(streams.send, (rank + 1) % world_size, "ring", bytes(size))
