@@ -67,6 +67,10 @@ TEST_PARTS := environments $(LINT_PARTS) test-main $(ENGINES:%=test-%) test-pair
   $(if $(filter yes,$(WITH_VLLM)),test-vllm test-vllm-older) $(if $(IS_FULL),test-oldest test-newest test-resolve)
 CHECK_PARTS := $(LINT_PARTS) test-fast
 
+# A test that fails is repeated once, in at most three cases; the part's report names it and shows why it failed. It has a
+# fault, in itself or in the library. The full set repeats nothing.
+REPEATS := $(if $(IS_FULL),,--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks)
+
 # What TEST_PARTS install, and a warm-up. pip uses one core.
 ENVIRONMENTS = $(STAMP) warm $(ENGINES:%=$(VENV)-%/.installed) $(if $(filter yes,$(WITH_VLLM)),$(VLLM_STAMP) $(OLDER_VLLM:%=$(VLLM_VENV)-%/.installed))
 
@@ -161,7 +165,7 @@ contracts: $(STAMP)
 	$(BIN)/lint-imports --no-logo --no-cache
 
 test-main: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=25 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=25 $(REPEATS) $(PYTEST_ARGS)
 
 # Of all processes, except those that a test kills. It takes three times as long as test-main.
 coverage: $(STAMP)
@@ -175,7 +179,7 @@ test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not slow and not s3" -n $(JOBS) --dist worksteal -q $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest tests/inference tests/push -m vllm -n $(JOBS) --dist loadfile --durations=25 $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -m pytest tests/inference tests/push -m vllm -n $(JOBS) --dist loadfile --durations=25 $(REPEATS) $(PYTEST_ARGS)
 
 # A quick run checks the names of vLLM that the library uses, and pushes into one engine.
 OLDER_TESTS := tests/push/test_vllm_names.py tests/push/test_vllm_push.py
@@ -187,14 +191,14 @@ endif
 
 test-vllm-older: $(OLDER_VLLM:%=$(VLLM_VENV)-%/.installed)
 	for version in $(OLDER_VLLM); do $(VLLM_VENV)-$$version/bin/python -m pytest $(OLDER_TESTS) -m vllm -k "$(OLDER_NAMES)" \
-	  -n $(if $(IS_FULL),$(JOBS),0) --dist load --durations=25 $(PYTEST_ARGS); done
+	  -n $(if $(IS_FULL),$(JOBS),0) --dist load --durations=25 $(REPEATS) $(PYTEST_ARGS); done
 
 $(ENGINES:%=test-%): test-%: $(VENV)-%/.installed
-	$(VENV)-$*/bin/python -m pytest tests/engines -m $* -n $(or $(JOBS_$*),$(JOBS)) --dist loadfile --durations=25 $(PYTEST_ARGS)
+	$(VENV)-$*/bin/python -m pytest tests/engines -m $* -n $(or $(JOBS_$*),$(JOBS)) --dist loadfile --durations=25 $(REPEATS) $(PYTEST_ARGS)
 
 test-pairs: $(ENGINES:%=$(VENV)-%/.installed)
 	PYTHONPATH="$$($(VENV)-deepspeed/bin/python -c '$(PRINT_SITE)')" $(VENV)-megatron/bin/python -m pytest \
-	  tests/engines/test_all_pairs.py --durations=25 $(PYTEST_ARGS)
+	  tests/engines/test_all_pairs.py --durations=25 $(REPEATS) $(PYTEST_ARGS)
 
 test-stores: $(STORES_VENV)/.servers
 	BCP_TEST_STORES=1 $(STORES_VENV)/bin/python -m pytest tests/stores -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
