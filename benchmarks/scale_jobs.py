@@ -26,12 +26,12 @@ from bytecheckpoint.format.manifest import decode, encode
 from bytecheckpoint.format.values import decode_path
 from bytecheckpoint.planners import OWN_BOXES, WHOLE, Assignment, ContentChecks, SavePlan, pack_boxes, plan_load
 from bytecheckpoint.runtime.gc_pause import paused
-from bytecheckpoint.save.agreement import RankSummary, pack_parts, unpack_parts
-from bytecheckpoint.save.local_state import LocalState, OrderedPlan
-from bytecheckpoint.save.options import SaveRequest
-from bytecheckpoint.save.planning import PlanNegotiation
-from bytecheckpoint.save.record import Confirmations, build_manifest
-from bytecheckpoint.save.replicas import DeclaredReplicas
+from bytecheckpoint.saving.agreement import RankSummary, pack_parts, unpack_parts
+from bytecheckpoint.saving.local_state import LocalState, OrderedPlan
+from bytecheckpoint.saving.options import SaveRequest
+from bytecheckpoint.saving.planning import PlanNegotiation
+from bytecheckpoint.saving.record import Confirmations, build_manifest
+from bytecheckpoint.saving.replicas import DeclaredReplicas
 from bytecheckpoint.tensors.mesh_layout import MeshPlace
 from bytecheckpoint.tensors.shards import IrregularShard, MeshShard, SectionSource, Shard, torch_dtype
 from bytecheckpoint.tensors.tables import BoxTable

@@ -24,11 +24,11 @@ from .frameworks.data_loader import DataLoaderState
 from .frameworks.per_rank import PerRank
 from .frameworks.registry import register_adapter
 from .frameworks.rng import RNGState
-from .load.options import LoadOptions
-from .load.report import LoadReport
+from .loading.options import LoadOptions
+from .loading.report import LoadReport
 from .manager import Cadence, Callbacks, CheckpointManager, ExceptionSave, JobOptions, Preemption, Retention
-from .save.handle import SaveHandle
-from .save.options import SaveOptions
+from .saving.handle import SaveHandle
+from .saving.options import SaveOptions
 
 if TYPE_CHECKING:
     from . import dcp

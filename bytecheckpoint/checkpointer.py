@@ -23,19 +23,19 @@ from .control import current_communicator
 from .control.base import Communicator, Operation
 from .errors import BytecheckpointError, RankFailedError, UsageError
 from .foreign.opening import CheckpointSource
-from .load.options import Cast, LoadOptions, LoadRequest, Strictness
-from .load.protocol import load
-from .load.report import LoadReport
+from .loading.options import Cast, LoadOptions, LoadRequest, Strictness
+from .loading.protocol import load
+from .loading.report import LoadReport
 from .rules import Rules
 from .runtime import DEFAULT_DEADLINE_S
 from .runtime.arguments import ARGUMENTS, check_arguments, deadline_of
-from .save.engine import DEFAULT_MERGE_MEMORY_BYTES, SaveEngine
-from .save.failures import FailedSaves
-from .save.gating import pass_gates
-from .save.handle import SaveHandle
-from .save.options import SaveOptions, SaveRequest
-from .save.protocol import save
-from .save.warmup import warm_up
+from .saving.engine import DEFAULT_MERGE_MEMORY_BYTES, SaveEngine
+from .saving.failures import FailedSaves
+from .saving.gating import pass_gates
+from .saving.handle import SaveHandle
+from .saving.options import SaveOptions, SaveRequest
+from .saving.protocol import save
+from .saving.warmup import warm_up
 from .telemetry.trace_files import TraceFiles
 
 _log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from ..convert.torch_file import export_torch_file
 from ..errors import FormatError
 from ..foreign.safetensors_folder import SafetensorsFolder
 from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY
-from ..load.options import LoadOptions
+from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..tensors.metadata import BasicMeta
 from .configured import ConfiguredModel, is_supported

@@ -29,7 +29,7 @@ from ..convert.copy import unfinished_uploads
 from ..errors import CheckpointNotFoundError
 from ..foreign.opening import CheckpointSource
 from ..format.manifest import FORMAT_VERSION
-from ..load.options import LoadOptions
+from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..storage_backends.local.backend import LocalBackend
 from .incomplete import list_incomplete

@@ -18,7 +18,7 @@ from ..convert.diff import DiffReport, diff
 from ..convert.reshard import Layout, reshard
 from ..errors import UsageError
 from ..foreign.opening import CheckpointSource
-from ..load.options import LoadOptions
+from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..telemetry.trace_files import merge_traces
 from .incomplete import remove_incomplete

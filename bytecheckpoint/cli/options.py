@@ -24,7 +24,7 @@ from ..errors import (
     StorageError,
     UsageError,
 )
-from ..load.options import read_rules
+from ..loading.options import read_rules
 from ..rules import Rules
 from ..runtime.arguments import ARGUMENTS
 from .output import Output, printable

@@ -20,7 +20,7 @@ from ..checkpoint.values import StoredValue
 from ..engine.tensor_bytes import as_bytes
 from ..errors import MismatchError, NameNotFoundError, UsageError
 from ..format.manifest import timestamp
-from ..load.matching import fault_lines
+from ..loading.matching import fault_lines
 from ..runtime.modes import default_modes
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box

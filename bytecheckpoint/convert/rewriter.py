@@ -29,7 +29,7 @@ from ..format.manifest import MANIFEST_KEY, Manifest, timestamp
 from ..format.safetensors import HeaderEntry, build_header
 from ..planners import plan_load, split_box
 from ..runtime.threads import Threads
-from ..save.record import file_table
+from ..saving.record import file_table
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box

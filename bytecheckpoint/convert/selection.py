@@ -19,7 +19,7 @@ from ..errors import (
     UsageError,
 )
 from ..format.safetensors import code_and_shape
-from ..load.matching import fault_lines
+from ..loading.matching import fault_lines
 from ..runtime.arguments import check_choice
 from ..runtime.messages import listed
 from ..tensors.dtypes import DTYPES, DType, is_meaningful_cast

@@ -29,8 +29,8 @@ from ..checkpointer import session_of
 from ..convert.state_dicts import StoredTensorRef
 from ..errors import MismatchError
 from ..frameworks.tree_paths import value_like
-from ..load.matching import refuse_cast
-from ..load.options import Cast, LoadOptions, LoadRequest
+from ..loading.matching import refuse_cast
+from ..loading.options import Cast, LoadOptions, LoadRequest
 from ..runtime.arguments import options_of
 from ..runtime.modes import default_modes
 from ..storage_backends import url_text

@@ -16,10 +16,10 @@ from ..format.checksums import empty_checksums
 from ..format.manifest import Manifest, SectionInfo, timestamp
 from ..format.values import encode_value, encode_values_file, path_name
 from ..planners import plan_columns
-from ..save.engine import SaveEngine
-from ..save.options import SaveRequest
-from ..save.record import file_table
-from ..save.staging import StateCopy
+from ..saving.engine import SaveEngine
+from ..saving.options import SaveRequest
+from ..saving.record import file_table
+from ..saving.staging import StateCopy
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
 from ..tensors.geometry import Box

@@ -31,7 +31,7 @@ from ..errors import (
 )
 from ..frameworks.tree import CapturedSection
 from ..runtime.arguments import check_arguments, options_of
-from ..save.options import SaveOptions, SaveRequest
+from ..saving.options import SaveOptions, SaveRequest
 from ..storage_backends import StorageBackend, url_text
 from ..telemetry.trace import Timings
 from .items import METADATA_KEY, describe_containers, is_served, resolve_items, top_level_section

@@ -9,8 +9,8 @@ import torch
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..control.base import Operation
-from ..load.shared_reads.negotiation import ShareReads
-from ..load.shared_reads.run import read_together
+from ..loading.shared_reads.negotiation import ShareReads
+from ..loading.shared_reads.run import read_together
 from ..tensors.geometry import Box
 from ..tensors.runs import runs_of
 from ..tensors.shards import torch_dtype

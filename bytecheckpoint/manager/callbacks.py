@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import UsageError
-from ..save.handle import SaveHandle, SaveResult, failure_of
+from ..saving.handle import SaveHandle, SaveResult, failure_of
 
 _log = logging.getLogger(__name__)
 

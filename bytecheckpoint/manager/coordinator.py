@@ -33,7 +33,7 @@ from ..errors import (
     StorageError,
     without_userinfo,
 )
-from ..save.handle import SaveHandle, failure_of
+from ..saving.handle import SaveHandle, failure_of
 from .options import Cadence, Preemption
 from .signals import SignalWatch
 

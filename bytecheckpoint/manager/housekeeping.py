@@ -27,8 +27,8 @@ from ..errors import (
 )
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.threads import Threads
-from ..save.engine import SharedSaves
-from ..save.handle import SaveHandle, failure_of
+from ..saving.engine import SharedSaves
+from ..saving.handle import SaveHandle, failure_of
 from ..storage_backends import StorageBackend, check_key
 from .options import Retention
 

@@ -39,12 +39,12 @@ from ..checkpointer import Checkpointer, session_of
 from ..control.base import Operation
 from ..control.peers import PeerIdentity
 from ..errors import CheckpointError, KeyNotFoundError, StorageError, UnsupportedVersionError, UsageError
-from ..load.options import Cast, LoadOptions, LoadRequest, Strictness
-from ..load.report import LoadReport
+from ..loading.options import Cast, LoadOptions, LoadRequest, Strictness
+from ..loading.report import LoadReport
 from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.arguments import STEP, check_arguments, check_choice, deadline_of, options_of, text_to_store
-from ..save.handle import SaveHandle
-from ..save.options import SaveOptions, SaveRequest
+from ..saving.handle import SaveHandle
+from ..saving.options import SaveOptions, SaveRequest
 from .callbacks import CallbackRunner, Callbacks
 from .coordinator import EARLIER_SAVES, CoordinationRounds, Decision, SaveCall, SaveCoordinator, agree_on_last_save
 from .housekeeping import Committed, Housekeeping, StepNames

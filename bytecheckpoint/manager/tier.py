@@ -28,8 +28,8 @@ from ..errors import (
 )
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.threads import Threads
-from ..save.engine import SharedSaves
-from ..save.handle import SaveHandle, attempt_of, failure_of
+from ..saving.engine import SharedSaves
+from ..saving.handle import SaveHandle, attempt_of, failure_of
 from ..storage_backends.local.backend import LocalBackend
 from ..transfer.journal import JournalHead, find_damaged_journals, find_journals, repair_journals
 from ..transfer.staged import continue_upload, is_pending, remove_superseded

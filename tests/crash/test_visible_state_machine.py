@@ -28,7 +28,7 @@ from bytecheckpoint.convert.copy import copy
 from bytecheckpoint.engine.writing import FileWriter
 from bytecheckpoint.errors import CheckpointError, CorruptionError, NoValidCheckpointError
 from bytecheckpoint.manager.housekeeping import Committed, expendable
-from bytecheckpoint.save.commit import SaveCommit
+from bytecheckpoint.saving.commit import SaveCommit
 
 STEPS = st.integers(1, 6)
 POINTS = [

@@ -14,8 +14,8 @@ from benchmarks.scale_world import Param
 from bytecheckpoint.format.values import decode_path
 from bytecheckpoint.frameworks.sections import resolve_sections
 from bytecheckpoint.planners import OWN_BOXES, WHOLE, LocalPlan
-from bytecheckpoint.save.local_state import LocalState
-from bytecheckpoint.save.options import SaveRequest
+from bytecheckpoint.saving.local_state import LocalState
+from bytecheckpoint.saving.options import SaveRequest
 from bytecheckpoint.testing.ranks import RankPool
 
 pytest.importorskip("megatron.core", reason="make test-megatron installs Megatron-core")

@@ -31,7 +31,7 @@ from bytecheckpoint.engine.checksums import ChunkHasher
 from bytecheckpoint.engine.staging import arena
 from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.errors import CorruptionError, UsageError
-from bytecheckpoint.save import incremental
+from bytecheckpoint.saving import incremental
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 

@@ -41,8 +41,8 @@ from bytecheckpoint.convert.copy import copy, remove
 from bytecheckpoint.engine.objects import OBJECTS
 from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError, StorageFullError, UsageError
 from bytecheckpoint.format.manifest import MANIFEST_KEY, Manifest
-from bytecheckpoint.save.commit import SaveCommit
-from bytecheckpoint.save.engine import SharedSaves
+from bytecheckpoint.saving.commit import SaveCommit
+from bytecheckpoint.saving.engine import SharedSaves
 from bytecheckpoint.storage_backends import open_backend, registry
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.testing import FaultRule, FaultyBackend, time_limit
@@ -102,7 +102,7 @@ def during(event: str, action: Callable[[], object]) -> Iterator[None]:
 def test_the_first_save_of_a_root_says_that_it_writes_everything(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "bytecheckpoint.save"):
+    with caplog.at_level(logging.INFO, "bytecheckpoint.saving"):
         first = save(tmp_path / "step-1", tensor())
         assert "this incremental save writes everything: there is no earlier incremental checkpoint" in caplog.text
         caplog.clear()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import MismatchError
-from bytecheckpoint.load.overlaps import overlapping_shards
+from bytecheckpoint.loading.overlaps import overlapping_shards
 from bytecheckpoint.tensors.shards import Shard, whole_tensor
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError, RankFailedError
-from bytecheckpoint.load.shared_reads.scatter import ScatterExchange
+from bytecheckpoint.loading.shared_reads.scatter import ScatterExchange
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 

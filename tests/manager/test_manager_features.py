@@ -16,7 +16,7 @@ from sampling import examples
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.save.handle import SaveResult
+from bytecheckpoint.saving.handle import SaveResult
 from bytecheckpoint.testing import time_limit
 
 

@@ -24,8 +24,8 @@ from bytecheckpoint.checkpoint import location, manifest_file
 from bytecheckpoint.control import current_communicator, operation
 from bytecheckpoint.engine.writing import WrittenFile
 from bytecheckpoint.errors import BytecheckpointError, CommitUnknownError, StorageError, UnansweredError, UsageError
-from bytecheckpoint.save import commit
-from bytecheckpoint.save.record import pack_written
+from bytecheckpoint.saving import commit
+from bytecheckpoint.saving.record import pack_written
 from bytecheckpoint.storage_backends import ObjectWriter
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.writers import BufferedWriter

@@ -13,7 +13,7 @@ from small_training import training
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import RankFailedError
-from bytecheckpoint.save.handle import SaveHandle
+from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.save.commit import SaveCommit
-from bytecheckpoint.save.lifecycle import InvalidTransition, SaveLifecycle, SaveState
+from bytecheckpoint.saving.commit import SaveCommit
+from bytecheckpoint.saving.lifecycle import InvalidTransition, SaveLifecycle, SaveState
 from bytecheckpoint.telemetry import observe
 from bytecheckpoint.testing import time_limit
 

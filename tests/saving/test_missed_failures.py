@@ -17,7 +17,7 @@ import pytest
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import SaveFailedWarning
-from bytecheckpoint.save import lifecycle
+from bytecheckpoint.saving import lifecycle
 from bytecheckpoint.testing import RankPool, time_limit
 
 STATE: dict[str, Any] = {"extra_state": {"value": 1}}

@@ -7,7 +7,7 @@ import pytest
 import zstandard
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.save.agreement import pack_parts, unpack_parts
+from bytecheckpoint.saving.agreement import pack_parts, unpack_parts
 
 NAMES = "".join(f"optimizer.state.decoder.layers.{row}.mlp.linear_fc1.weight.exp_avg" for row in range(2000)).encode()
 

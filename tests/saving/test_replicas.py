@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import bytecheckpoint as bcp
 from bytecheckpoint.frameworks.digests import device_digest, tensor_digest
-from bytecheckpoint.save.replicas import SAMPLE
+from bytecheckpoint.saving.replicas import SAMPLE
 from bytecheckpoint.tensors.shards import basic_meta
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
@@ -56,7 +56,7 @@ def _attempt(root: str, name: str, state: dict[str, Any], **options: Any) -> tup
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("bytecheckpoint.save.planning")
+    logger = logging.getLogger("bytecheckpoint.saving.planning")
     logger.addHandler(handler)
     try:
         bcp.save(f"{root}/{name}", state, **saving(**{**LIMIT, **options}))

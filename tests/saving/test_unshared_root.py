@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.save import commit
+from bytecheckpoint.saving import commit
 
 commit._VISIBLE_S = 1.0
 root, rank, is_own = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "own"

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import bytecheckpoint as bcp
 from bytecheckpoint.format.manifest import Manifest, decode, encode
-from bytecheckpoint.save import planning as save_planning
+from bytecheckpoint.saving import planning as save_planning
 from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta

@@ -35,8 +35,8 @@ from bytecheckpoint.errors import CheckpointNotFoundError, KeyNotFoundError, Not
 from bytecheckpoint.format.manifest import MANIFEST_KEY, decode
 from bytecheckpoint.manager.housekeeping import Committed, expendable
 from bytecheckpoint.runtime.threads import Threads
-from bytecheckpoint.save.commit import SaveCommit
-from bytecheckpoint.save.engine import SharedSaves
+from bytecheckpoint.saving.commit import SaveCommit
+from bytecheckpoint.saving.engine import SharedSaves
 from bytecheckpoint.storage_backends import registry
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend

@@ -7,7 +7,7 @@ from typing import Any
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpointer import session_of
-from bytecheckpoint.save.options import SaveRequest
+from bytecheckpoint.saving.options import SaveRequest
 
 __all__ = ["loading", "managing", "save_in_job", "saving"]
 

@@ -22,7 +22,7 @@ from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.cli import cli
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.save import incremental
+from bytecheckpoint.saving import incremental
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.transfer.journal import find_journals

@@ -26,7 +26,7 @@ from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt_id
 from bytecheckpoint.checkpoint.lease import LeaseRecord
 from bytecheckpoint.convert.copy import finish_upload, unfinished_uploads
 from bytecheckpoint.errors import BytecheckpointError, StorageError
-from bytecheckpoint.save import commit
+from bytecheckpoint.saving import commit
 from bytecheckpoint.storage_backends import StorageBackend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from bytecheckpoint.save import upload_queue
-from bytecheckpoint.save.upload_queue import UploadQueue
+from bytecheckpoint.saving import upload_queue
+from bytecheckpoint.saving.upload_queue import UploadQueue
 from bytecheckpoint.testing import time_limit
 
 

@@ -18,7 +18,7 @@ from ...checkpoint.location import Location
 from ...checkpointer import default_checkpointer, session_of
 from ...control.base import Operation
 from ...errors import UsageError
-from ...load.options import LoadOptions
+from ...loading.options import LoadOptions
 from ...runtime import DEFAULT_DEADLINE_S
 from ..delivery import DeliveryReport, StoredWeights
 from ..layouts.hub_names import hub_tensors
