@@ -28,7 +28,7 @@ from rich.console import Console
 from torch._C._distributed_c10d import FileStore
 
 from benchmarks.tables import Grid, show
-from bytecheckpoint.control import SocketCommunicator
+from bytecheckpoint.control.communicator import SocketCommunicator
 from bytecheckpoint.control.operation import SocketOperation
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.control.router import Router

@@ -19,8 +19,8 @@ from .checkpoint.renaming import Rename
 from .checkpoint.selection import Selection
 from .checkpoint.sweep import FilesGoneError
 from .checkpoint.watch import watch
-from .control import current_communicator
 from .control.base import Communicator, Operation
+from .control.communicator import current_communicator
 from .errors import BytecheckpointError, RankFailedError, UsageError
 from .foreign.opening import CheckpointSource
 from .loading.options import Cast, LoadOptions, LoadRequest, Strictness

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 from ..engine.objects import OBJECTS, files_of
 from ..errors import (
@@ -288,12 +288,20 @@ def _note_invalid(seen: _Seen, top: StorageBackend, name: str, error: Checkpoint
 
 def metric_of(manifest: Manifest, metric: str) -> float | None:
     """Return a number in the checkpoint's metrics, or else in its metadata; None if it has none or NaN."""
+    value = metrics_of(manifest).get(metric, manifest.metadata.get(metric))
+    return value if _is_number(value) else None
+
+
+def metrics_of(manifest: Manifest) -> dict[str, float]:
+    """Return the numbers in the checkpoint's metrics, without NaN."""
     metrics = manifest.metadata.get(METRICS_KEY)
-    value = metrics.get(metric) if isinstance(metrics, Mapping) else None
-    value = manifest.metadata.get(metric) if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        return None
-    return float(value)
+    if not isinstance(metrics, Mapping):
+        return {}
+    return {str(name): float(value) for name, value in metrics.items() if _is_number(value)}
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def milestone_of(manifest: Manifest) -> str | None:
@@ -386,6 +394,8 @@ class Listing:
         files: Number of data files.
         size: Bytes of all data files.
         abandoned: Whether a rollback has abandoned it.
+        metrics: The numbers that were saved as its metrics.
+        milestone: The name of the milestone that it is.
     """
 
     name: str
@@ -401,6 +411,8 @@ class Listing:
     files: int = 0
     size: int = 0
     abandoned: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    milestone: str | None = None
 
 
 def list_checkpoints(root: Location, *, depth: int = 1) -> list[Listing]:
@@ -471,4 +483,6 @@ def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str],
         files=len(manifest.files),
         size=manifest.file_bytes,
         abandoned=is_abandoned,
+        metrics=metrics_of(manifest),
+        milestone=milestone_of(manifest),
     )

@@ -2,47 +2,75 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
+
 import click
 
 from ..version import VERSION
-from .copying import copy_command, upload_command
-from .huggingface import export_command, import_command
-from .inspection import inspect_command, latest_command, ls_command, verify_command
-from .maintenance import average_command, diff_command, reshard_command, rm_command, rollback_command, trace_command
 from .options import EXIT_CODES
-from .push import push_command
 
 __all__ = ["cli", "main"]
 
+# By purpose: the module of each command and its line of help. A command's module is imported when the command runs, so
+# that a shell does not wait for torch where a command does not need it.
+_COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "Find": {
+        "ls": ("listing", "List the checkpoints below a root."),
+        "latest": ("listing", "Print the path of the newest, the best or a named checkpoint."),
+    },
+    "Look": {
+        "inspect": ("inspection", "Show tensors, shards, files and values."),
+        "verify": ("inspection", "Check every byte against its checksum."),
+        "diff": ("maintenance", "Compare two checkpoints of any layouts."),
+        "trace": ("maintenance", "Merge the traces of all ranks into one file."),
+    },
+    "Convert": {
+        "export": ("huggingface", "Write the model as a Hugging Face folder or another format."),
+        "import": ("huggingface", "Create a checkpoint from one that another library wrote."),
+        "reshard": ("maintenance", "Rewrite a checkpoint in different files."),
+        "average": ("maintenance", "Average the tensors of several checkpoints."),
+    },
+    "Move and remove": {
+        "copy": ("copying", "Copy a checkpoint, on the same store or to another."),
+        "upload": ("copying", "Finish the uploads of checkpoints in a local directory."),
+        "rollback": ("maintenance", "Make an older step the newest one."),
+        "rm": ("maintenance", "Remove a checkpoint, or what failed saves have left."),
+    },
+    "Deliver": {
+        "push": ("push", "Push weights into running engines."),
+    },
+}
+_HOMES = {name: module for commands in _COMMANDS.values() for name, (module, _) in commands.items()}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}, epilog=EXIT_CODES)
+
+class _Commands(click.Group):
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(_HOMES)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in _HOMES:
+            return None
+        module = importlib.import_module(f".{_HOMES[name]}", __name__)
+        found: click.Command = getattr(module, f"{name}_command")
+        return found
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        for purpose, commands in _COMMANDS.items():
+            with formatter.section(purpose):
+                formatter.write_dl([(name, text) for name, (_, text) in commands.items()], col_max=10)
+
+
+@click.group(
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}, epilog=EXIT_CODES
+)
 @click.version_option(VERSION, prog_name="bcp")
 def cli() -> None:
-    """Inspect, verify, compare, rewrite, export, import, average, copy, upload, remove and push checkpoints.
+    """Inspect, verify, compare, convert, copy, remove and push checkpoints.
 
     A checkpoint is given as a path or a URL (s3://bucket/run/step-100). With --json, every command prints one JSON
     document, and nothing else, to standard output. Errors go to standard error.
     """
-
-
-for _command in (
-    ls_command,
-    latest_command,
-    inspect_command,
-    verify_command,
-    diff_command,
-    reshard_command,
-    export_command,
-    import_command,
-    average_command,
-    copy_command,
-    upload_command,
-    rm_command,
-    rollback_command,
-    trace_command,
-    push_command,
-):
-    cli.add_command(_command)
 
 
 def main() -> None:

@@ -28,8 +28,9 @@ from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..tensors.metadata import BasicMeta
 from .configured import ConfiguredModel, is_supported
-from .options import DependentOption, Locate, checked, command, parse_size, rename_option, rules_options
+from .options import DependentOption, Locate, checked, command, parse_size, rename_option
 from .output import Output, size_text
+from .rules_options import rules_options
 
 TorchForm = Literal["dcp", "torch"]
 """A folder of ``torch.distributed.checkpoint``, or a file of ``torch.save``."""

@@ -22,8 +22,9 @@ from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..telemetry.trace_files import merge_traces
 from .incomplete import remove_incomplete
-from .options import EXIT_NEGATIVE, DependentOption, Locate, checked, command, rules_options
+from .options import EXIT_NEGATIVE, DependentOption, Locate, checked, command
 from .output import Output, size_text
+from .rules_options import rules_options
 
 
 @command("diff")

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_TIME_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 _WIDTH_WITHOUT_TERMINAL = 1000  # columns, so that nothing is truncated
 
 
@@ -24,6 +26,18 @@ def size_text(nbytes: int) -> str:
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{nbytes} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def age_text(time: str) -> str:
+    """How long ago a time was (UTC, RFC 3339), in its largest unit: ``5 min ago``. A text that is no time as it is."""
+    try:
+        age_s = (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
+    except (ValueError, TypeError):
+        return time
+    if age_s < 0:
+        return time[:19]  # of a host whose clock is ahead
+    unit, seconds = next((one for one in _TIME_UNITS if age_s >= one[1]), _TIME_UNITS[-1])
+    return f"{int(age_s / seconds)} {unit} ago"
 
 
 def printable(text: object) -> str:

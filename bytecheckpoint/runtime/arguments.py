@@ -11,12 +11,14 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args
 
 import numpy as np
-import torch
 
 from ..errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 _T = TypeVar("_T")
 
@@ -160,6 +162,8 @@ def _renaming(name: str, value: Any) -> Any:
 
 
 def _device(name: str, value: Any) -> torch.device:
+    import torch  # not above: commands that only list files need no torch
+
     try:
         device = torch.device(value)
         torch.empty(0, dtype=torch.uint8, device=device)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import cli_checkpoints as kit
+import click
 import pytest
 from warm_python import warm_python
 
 import bytecheckpoint as bcp
+from bytecheckpoint import CheckpointManager
+from bytecheckpoint.cli import cli
 from bytecheckpoint.cli.options import exit_code
-from bytecheckpoint.cli.output import plain, printable, size_text
+from bytecheckpoint.cli.output import age_text, plain, printable, size_text
 from bytecheckpoint.testing import time_limit
 
 
@@ -246,8 +252,53 @@ def test_output_that_cannot_be_written(one: Path) -> None:
     assert "No space left" in found[2].stderr
 
 
-def test_nothing_slow_is_imported_for_nothing() -> None:
-    """What only some commands need, or only some states: it would take as long as torch itself."""
-    slow = {"torch.distributed.fsdp", "torch.distributed.tensor", "fsspec", "s3fs", "vllm", "transformers"}
-    check = f"import sys, bytecheckpoint.cli; found = {slow} & set(sys.modules); assert not found, found"
-    subprocess.run([sys.executable, "-c", check], check=True)
+def test_nothing_slow_is_imported_for_nothing(one: Path) -> None:
+    """What only some commands need, or only some states: torch takes two seconds."""
+    slow = {"torch", "fsspec", "s3fs", "vllm", "transformers"}
+    check = f"""
+import sys
+from bytecheckpoint.cli import cli
+for arguments in (["--help"], ["--version"], ["ls", {str(one.parent)!r}], ["latest", {str(one.parent)!r}]):
+    cli(arguments, standalone_mode=False)
+    found = {slow} & set(sys.modules)
+    assert not found, (arguments, found)
+"""
+    subprocess.run([sys.executable, "-c", check], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_help_lists_every_command_by_its_own_name(bcp_command) -> None:
+    shown = bcp_command("--help").stdout
+    context = click.Context(cli)
+    for name in cli.list_commands(context):
+        assert cli.get_command(context, name).name == name
+        assert re.search(rf"^  {name} +[A-Z].*[.]$", shown, re.MULTILINE)
+    unknown = bcp_command("lss")
+    assert unknown.code == 2
+    assert "lss" in unknown.stderr
+
+
+def test_ls_shows_the_newest_ages_and_metrics(tmp_path: Path, bcp_command) -> None:
+    with CheckpointManager(tmp_path, cadence=bcp.Cadence(every_steps=1)) as manager:
+        for step in (1, 2):
+            metrics = {"loss": 1 / step, "broken": math.nan}
+            manager.save(step, {"extra": {"a": 1}}, metrics=metrics, milestone="best" if step == 1 else None)
+    ran = bcp_command("ls", tmp_path, "--json")
+    shown = [(entry["name"], entry["metrics"], entry["milestone"]) for entry in ran.json["entries"]]
+    assert shown == [("step-1", {"loss": 1.0}, "best"), ("step-2", {"loss": 0.5}, None)]
+    lines = [line.split() for line in bcp_command("ls", tmp_path).stdout.splitlines()]
+    assert lines[0] == ["NAME", "STEP", "SAVED", "SIZE", "RANKS", "SECTIONS", "METRICS,", "MILESTONE"]
+    assert lines[1][:2] == ["step-1", "1"]
+    assert lines[1][-3:] == ["loss", "1,", "best"]
+    assert lines[2][:3] == ["*", "step-2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("age_s", "shown"), [(0, "0 s ago"), (61, "1 min ago"), (7200, "2 h ago"), (86400 * 40, "40 d ago")]
+)
+def test_an_age(age_s: int, shown: str) -> None:
+    assert age_text((datetime.now(UTC) - timedelta(seconds=age_s + 0.5)).isoformat()) == shown
+
+
+def test_an_age_of_another_clock() -> None:
+    assert age_text("2999-01-02T03:04:05.678Z") == "2999-01-02T03:04:05"
+    assert age_text("yesterday") == "yesterday"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from cli_checkpoints import CommandResult
 
@@ -42,7 +43,9 @@ def test_an_option_without_effect(bcp_command: Run, one: Path, arguments: str, m
 
 
 def test_every_dependency_is_an_option() -> None:
-    for command in cli.commands.values():
+    context = click.Context(cli)
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
         names = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         for option in command.params:
             if isinstance(option, DependentOption):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from layouts import build, differences
 
 import bytecheckpoint as bcp
-from bytecheckpoint.control import SocketCommunicator
+from bytecheckpoint.control.communicator import SocketCommunicator
 from bytecheckpoint.errors import StateError
 
 WORLD = 4

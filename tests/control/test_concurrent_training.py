@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bytecheckpoint.control import current_communicator
+from bytecheckpoint.control.communicator import current_communicator
 from bytecheckpoint.errors import RankFailedError
 from bytecheckpoint.testing import time_limit
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from bytecheckpoint.control import SocketCommunicator, current_communicator
+from bytecheckpoint.control.communicator import SocketCommunicator, current_communicator
 from bytecheckpoint.errors import DeadlineError, RankFailedError
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool

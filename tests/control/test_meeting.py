@@ -16,7 +16,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from bytecheckpoint.control import SocketCommunicator, rendezvous
+from bytecheckpoint.control import rendezvous
+from bytecheckpoint.control.communicator import SocketCommunicator
 from bytecheckpoint.control.network import Network
 from bytecheckpoint.errors import BytecheckpointError, UsageError
 from bytecheckpoint.testing import time_limit

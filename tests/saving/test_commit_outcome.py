@@ -21,7 +21,8 @@ from damage import keys_of
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint import location, manifest_file
-from bytecheckpoint.control import current_communicator, operation
+from bytecheckpoint.control import operation
+from bytecheckpoint.control.communicator import current_communicator
 from bytecheckpoint.engine.writing import WrittenFile
 from bytecheckpoint.errors import BytecheckpointError, CommitUnknownError, StorageError, UnansweredError, UsageError
 from bytecheckpoint.saving import commit

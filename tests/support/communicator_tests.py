@@ -9,7 +9,7 @@ from typing import ClassVar, TypeVar
 
 import pytest
 
-from bytecheckpoint.control import Communicator, Operation
+from bytecheckpoint.control.base import Communicator, Operation
 from bytecheckpoint.errors import BytecheckpointError, DeadlineError, DisagreementError, MismatchError, RankFailedError
 from bytecheckpoint.testing import time_limit
 

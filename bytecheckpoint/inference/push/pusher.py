@@ -9,8 +9,8 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.renaming import Rename
-from ...control import current_communicator
 from ...control.base import Communicator
+from ...control.communicator import current_communicator
 from ...errors import StateError, UsageError
 from ...runtime import DEFAULT_DEADLINE_S
 from ...runtime.arguments import check_arguments

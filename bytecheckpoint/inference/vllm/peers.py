@@ -13,8 +13,8 @@ from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 
-from ...control import SingleProcess
 from ...control.base import Operation
+from ...control.single import SingleProcess
 from ...errors import BytecheckpointError
 from ..push.engines.base import Engine
 from ..push.engines.vllm import TOKEN_VARIABLE, HttpEngine
