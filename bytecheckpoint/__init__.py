@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .frameworks.per_rank import PerRank
     from .frameworks.registry import register_adapter
     from .frameworks.rng import RNGState
+    from .loading.app_state import AppState
     from .loading.options import LoadOptions
     from .loading.report import LoadReport
     from .manager import Cadence, Callbacks, CheckpointManager, ExceptionSave, JobOptions, Preemption, Retention
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .saving.options import SaveOptions
 
 __all__ = [
+    "AppState",
     "Cadence",
     "Callbacks",
     "Checkpoint",
@@ -74,6 +76,7 @@ _MODULES = {
     ".frameworks.per_rank": ("PerRank",),
     ".frameworks.registry": ("register_adapter",),
     ".frameworks.rng": ("RNGState",),
+    ".loading.app_state": ("AppState",),
     ".loading.options": ("LoadOptions",),
     ".loading.report": ("LoadReport",),
     ".manager": ("Cadence", "Callbacks", "CheckpointManager", "ExceptionSave", "JobOptions", "Preemption", "Retention"),

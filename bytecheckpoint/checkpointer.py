@@ -23,6 +23,7 @@ from .control.base import Communicator, Operation
 from .control.communicator import current_communicator
 from .errors import BytecheckpointError, RankFailedError, UsageError
 from .foreign.opening import CheckpointSource
+from .loading.app_state import LoadPart, first_part, keep_late_part
 from .loading.options import Cast, LoadOptions, LoadRequest, Strictness
 from .loading.protocol import load
 from .loading.report import LoadReport
@@ -110,7 +111,7 @@ class Session:
             warm_up(self.engine, self.operation("warmup", deadline_s), state, make_request, slots, wait=wait)
 
     def load(self, make_request: Callable[[], LoadRequest], state: Mapping[str, Any], *, deadline_s: Any) -> LoadReport:
-        """Fill ``state``."""
+        """Fill ``state``; of an ``AppState``, the sections that are not late."""
         with self.engine.track_call():
             pass_gates()
             op = self.operation("load", deadline_s)
@@ -122,7 +123,13 @@ class Session:
                     contents: Index | CheckpointSource = source.index
                 else:
                     contents = _source(source, request.deadline_s, request.rules)
-            return load(self.engine, contents, op, state, request)
+                part = first_part(state, request)
+            report = load(self.engine, contents, op, part.sections, part.request)
+        keep_late_part(state, request, self._load_part)
+        return report
+
+    def _load_part(self, part: LoadPart) -> LoadReport:
+        return self.load(lambda: part.request, part.sections, deadline_s=part.request.deadline_s)
 
     def open(
         self, location: Location, *, verify: bool = True, rules: Rules | None = None, deadline_s: float | None = None

@@ -125,7 +125,8 @@ class LoadOptions:
 class LoadRequest(LoadOptions):
     """One load: its options, and the caller's other choices, in terms of full names (``<section>.<name>``).
 
-    ``source`` is where the checkpoint is, or one that is open. ``selection`` selects among the target's names.
+    ``source`` is where the checkpoint is, or one that is open. ``selection`` selects among the target's names. The
+    ``optional`` sections stay unchanged if they are not stored.
     ``rename`` maps a stored full name to the target's. ``device`` and ``rules`` have the types that the code expects.
     """
 
@@ -137,6 +138,7 @@ class LoadRequest(LoadOptions):
     selection: Selection = field(default_factory=Selection)
     rename: Rename | None = None
     cast: Cast = "widen"
+    optional: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, options: LoadOptions | Mapping[str, Any] | None, **rest: Any) -> LoadRequest:

@@ -40,4 +40,4 @@ def load(
             plan.verdict.raise_mismatch()  # outside the step, whose report to other ranks would lose the faults' list
         counts = run.step(run.read, plan)
         run.step(run.apply, targets)
-        return run.step(run.report, checkpoint, targets, plan, counts)
+        return run.step(run.report, checkpoint, sections, plan, counts)

@@ -89,6 +89,9 @@ class LoadRun:
         targets = []
         for section in sections:
             stored = checkpoint.sections[section.name]
+            if section.name in self.options.optional and not stored.is_stored and not stored.faults:
+                section.context.notes.append(f"{section.name} is not stored, and stays unchanged")
+                continue
             with section.naming("its state_dict() or its structure"):
                 target = section.adapter.target(section.obj, section.context, stored.contents)
             targets.append(Target(section, stored, target))
@@ -123,10 +126,10 @@ class LoadRun:
             one.target.apply = _apply_nothing
 
     def report(
-        self, checkpoint: OpenCheckpoint, targets: Sequence[Target], plan: PreparedLoad, counts: ReadCounts
+        self, checkpoint: OpenCheckpoint, sections: Sequence[Section], plan: PreparedLoad, counts: ReadCounts
     ) -> LoadReport:
         """Describe what was loaded."""
-        context = targets[0].section.context  # all sections share its notes and its record of what was resumed
+        context = sections[0].context  # all sections share its notes and its record of what was resumed
         manifest, match = checkpoint.manifest, plan.match
         report = LoadReport(
             url=self.url,

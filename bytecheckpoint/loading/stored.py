@@ -135,7 +135,7 @@ class SectionReader:
         )
 
     def _missing_section(self, section: str) -> tuple[Fault, ...]:
-        if self._options.strictness(section) == "lenient":
+        if self._options.strictness(section) == "lenient" or section in self._options.optional:
             return ()
         stored = ", ".join(section.name for section in self._manifest.sections)
         detail = f"no such section; the checkpoint has {stored}"
