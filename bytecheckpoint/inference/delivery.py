@@ -12,6 +12,7 @@ from ..control.base import Operation
 from ..loading.shared_reads.negotiation import ShareReads
 from ..loading.shared_reads.run import read_together
 from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta
 from ..tensors.runs import runs_of
 from ..tensors.shards import torch_dtype
 from .layouts.parts import StridedView, box_to_read
@@ -107,6 +108,16 @@ class StoredWeights:
             received,
             tuple(sorted({name for name, _ in self.recorder.seen})),
         )
+
+    @property
+    def metas(self) -> dict[str, BasicMeta]:
+        """The dtype and shape of each stored tensor."""
+        return {name: self._checkpoint.manifest.tensors.meta_of(row) for name, row in self._rows.items()}
+
+    def loaded(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """``(name, box, part of a parameter)`` for each copy that was delivered."""
+        for copy in self.recorder.copies:
+            yield copy.name, box_to_read(self._stored(copy.name)[1], copy.view).box, copy.target
 
     def _direct_read(self, copy: Copy) -> _Part | None:
         """The read, with a cast, that replaces ``copy``; None if the elements are in a different order."""

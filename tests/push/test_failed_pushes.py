@@ -142,7 +142,7 @@ def test_an_unknown_tensor(engine: ToyEngine) -> None:
 def test_a_wrong_shape(engine: ToyEngine, pool: RankPool) -> None:
     """The shape is larger, so the loader alone would not notice."""
     message = _same(pool.run(_fail, engine.url, "shape"), MismatchError)
-    assert "k.weight: float32[96, 64] is sent, of which the engine uses 4,096 of 6,144 elements" in message
+    assert "k.weight: it is float32[96, 64], of which the engine uses 4,096 of 6,144 elements" in message
     _assert_serves(engine, 1)
 
 

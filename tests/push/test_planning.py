@@ -132,5 +132,5 @@ def test_an_engine_must_request_a_tensor_completely_or_not_at_all() -> None:
     halves = [[TensorBox("w", (8, 4), Box((at, 0), (4, 4)), F32)] for at in (0, 4)]
     table = Table((("w", meta), ("unused", meta)))
     check_taken_whole("engine", table, halves)
-    with pytest.raises(MismatchError, match=re.escape("w: float32[8, 4] is sent, of which the engine uses 16 of 32")):
+    with pytest.raises(MismatchError, match=re.escape("w: it is float32[8, 4], of which the engine uses 16 of 32")):
         check_taken_whole("engine", table, halves[:1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -122,7 +123,7 @@ def test_tensors_that_cannot_be_quantized(
     with pytest.raises(MismatchError) as raised:
         _request(_Engine(model), **tensors)
     assert text in str(raised.value)
-    assert "nothing was sent" in str(raised.value)
+    assert re.search("nothing was sent|no weight was changed", str(raised.value))
     assert raised.value.faults
 
 

@@ -160,8 +160,8 @@ def check_quantizable(
             elif copy.name in seen:
                 faults[copy.name] = f"{meta} is sent for {held}, and the engine's loader computes with its values"
     check_faults(
-        f"{len(faults)} tensor(s) would be cast to 8 bits without a scale; nothing was sent. Push them in the "
-        "format of the engine's own checkpoints, with their scales",
+        f"{len(faults)} tensor(s) would be cast to 8 bits without a scale; no weight was changed. Use "
+        "tensors in the format of the engine's own checkpoints, with their scales",
         [("dtype", name, text) for name, text in faults.items()],
     )
     return bool(narrowed)

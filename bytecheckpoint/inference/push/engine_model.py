@@ -6,15 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ...engine.tensor_bytes import copy_elements
-from ...errors import MismatchError
+from ...errors import BytecheckpointError, MismatchError
 from ...tensors.dtypes import DType, is_lossless_cast
 from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
@@ -34,6 +34,9 @@ class EngineModel(Protocol):
 
     blocks: Blocks | None = None
     """The block size (rows, columns), if the engine's checkpoints hold float8_e4m3fn weights with a scale per block."""
+
+    start_version: int | str | None = None
+    """The name of the weights with which the engine started, where it is known."""
 
     def make(self) -> nn.Module:
         """Make another model like the serving one; its parameters need no memory."""
@@ -69,14 +72,37 @@ class EngineModel(Protocol):
 @dataclass(frozen=True)
 class LoadRecord:
     """The ``parts`` that a load requests, in its order and without duplicates, and its ``copies``: ``(part, box)`` for
-    each copy from a part into a parameter."""
+    each copy from a part into a parameter. Whether a tensor ``is_wide``: it must be quantized before it is loaded."""
 
     parts: list[TensorBox]
     copies: list[tuple[int, Box]]
+    is_wide: bool
 
 
 def record_load(model: EngineModel, table: Table, *, strict: bool = True) -> LoadRecord:
-    """Record what a load of ``table`` requests.
+    """Record what a load of ``table`` requests; see ``record_copies``. With ``strict``, a model that is not quantized
+    must be filled completely."""
+    recorder, made = Recorder(_zeros), model.make()
+    return record_copies(
+        lambda: model.run_loader(made, recorder.tensors(table.metas())),
+        recorder,
+        dict(table.rows),
+        made,
+        model.blocks,
+        strict=strict and not model.quantized,
+    )
+
+
+def record_copies(
+    load: Callable[[], Any],
+    recorder: Recorder,
+    metas: Mapping[str, BasicMeta],
+    made: nn.Module,
+    blocks: Blocks | None,
+    *,
+    strict: bool,
+) -> LoadRecord:
+    """Record what ``load`` copies from tensors of ``recorder`` into the model ``made``.
 
     The order is layer by layer, each at the position of its last tensor, because engines that reload layer by layer
     copy nothing before. Each part has the cheapest sufficient dtype: the stored one if the parameter can represent all
@@ -86,24 +112,25 @@ def record_load(model: EngineModel, table: Table, *, strict: bool = True) -> Loa
     Raises ``MismatchError`` for tensors that do not fit the model; with ``strict``, also for parameters that are not
     filled completely. That check is skipped for a tensor that must be quantized first, and repeated afterwards.
     """
-    recorder = Recorder(_zeros)
-    metas = dict(table.rows)
-    made = model.make()
     try:
         with torch.no_grad(), UnrecordedWrites() as own:
-            model.run_loader(made, recorder.tensors(table.metas()))
+            load()
+    except BytecheckpointError:
+        raise
     except Exception as error:
         name = tensor_in_use(error)
         where = f"\n  at {name}, which is {metas[name]}" if name else ""
         raise MismatchError(
-            f"the engine's model does not accept these tensors: {type(error).__name__}: {error}{where}\n  nothing was "
-            "sent; compare names and shapes with the engine's configuration"
+            f"the engine's model does not accept these tensors: {type(error).__name__}: {error}{where}\n  no weight "
+            "was changed; compare names and shapes with the engine's configuration"
         ) from error
     seen = frozenset(name for name, _ in recorder.seen)
-    must_quantize = check_quantizable(model.blocks, metas, recorder.copies, seen)
-    if strict and not model.quantized and not must_quantize:
+    is_wide = check_quantizable(blocks, metas, recorder.copies, seen)
+    if strict and not is_wide:
         _check_complete(made, recorder, own)
-    return _load_record(recorder, metas, _by_layer(made, recorder.copies))
+    _check_floats(metas, recorder.copies, seen)
+    parts, copies = _parts_of(metas, _by_layer(made, recorder.copies), seen)
+    return LoadRecord(parts, copies, is_wide)
 
 
 def _zeros(name: str, view: StridedView) -> torch.Tensor:
@@ -123,10 +150,10 @@ def _by_layer(made: nn.Module, copies: Sequence[Copy]) -> list[Copy]:
     return [copies[number] for number in order]
 
 
-def _load_record(recorder: Recorder, metas: dict[str, BasicMeta], copies: Sequence[Copy]) -> LoadRecord:
-    seen = {name for name, _ in recorder.seen}
+def _parts_of(
+    metas: Mapping[str, BasicMeta], copies: Sequence[Copy], seen: Collection[str]
+) -> tuple[list[TensorBox], list[tuple[int, Box]]]:
     requested = []
-    _check_floats(metas, copies, seen)
     for copy in copies:
         meta = metas[copy.name]
         if copy.name not in seen and copy.view.numel:
@@ -136,10 +163,10 @@ def _load_record(recorder: Recorder, metas: dict[str, BasicMeta], copies: Sequen
     parts = without_duplicates([*requested, *(part for part in whole if part.name in seen and part.nbytes)])
     by_name = _by_name(parts)
     found_parts = [(_part_with(parts, by_name[one.name], one.box, one.dtype), one.box) for one in requested]
-    return LoadRecord(parts, [(number, box) for number, box in found_parts if number is not None])
+    return parts, [(number, box) for number, box in found_parts if number is not None]
 
 
-def _check_floats(metas: dict[str, BasicMeta], copies: Sequence[Copy], seen: set[str]) -> None:
+def _check_floats(metas: Mapping[str, BasicMeta], copies: Sequence[Copy], seen: Collection[str]) -> None:
     """Refuse whole numbers for a parameter of floating point numbers: its scale is missing, or it is another tensor."""
     faults = {
         copy.name: f"it is {metas[copy.name].dtype}, and the engine's parameter is {_held(copy.target)}"
@@ -149,7 +176,7 @@ def _check_floats(metas: dict[str, BasicMeta], copies: Sequence[Copy], seen: set
         and not torch_dtype(metas[copy.name]).is_floating_point
     }
     check_faults(
-        "the senders have whole numbers where the engine has floating point numbers; nothing was sent",
+        "there are whole numbers where the engine has floating point numbers; no weight was changed",
         [("dtype", name, text) for name, text in faults.items()],
     )
 
@@ -180,9 +207,9 @@ def _held(target: torch.Tensor) -> DType:
 def _check_complete(made: nn.Module, recorder: Recorder, own: UnrecordedWrites) -> None:
     holes = uncovered(made.named_parameters(), recorder.copies, own.targets)
     check_faults(
-        f"the senders do not completely fill {len(holes)} parameter(s) of the engine's model",
+        f"the tensors do not completely fill {len(holes)} parameter(s) of the engine's model",
         [("missing", name, range_text) for name, range_text in holes],
-        then="\n  nothing was sent; with strict=False, these keep arbitrary values",
+        then="\n  no weight was changed; with strict=False, these keep arbitrary values",
         limit=10,
     )
 

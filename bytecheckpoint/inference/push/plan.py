@@ -128,9 +128,9 @@ def check_taken_whole(engine: str, table: Table, requested: Sequence[Sequence[Te
     for name, meta in table.rows:
         taken = sum(box.numel for box in boxes.get(name, ()))
         if 0 < taken < meta.numel:
-            text = f"{meta} is sent, of which the engine uses {taken:,} of {meta.numel:,} elements"
+            text = f"it is {meta}, of which the engine uses {taken:,} of {meta.numel:,} elements"
             faults.append(("shape", name, text))
-    check_faults(f"{engine} uses only a part of {len(faults)} tensor(s); nothing was sent", faults)
+    check_faults(f"{engine} uses only a part of {len(faults)} tensor(s); no weight was changed", faults)
 
 
 class _Chunking:

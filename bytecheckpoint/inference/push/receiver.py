@@ -63,7 +63,7 @@ class Receiver:
         self._log_level = log_level
         self._model, self._device = model, device
         self._records: dict[bytes, tuple[Table, LoadRecord, bool]] = {}
-        self._versions = VersionStore(device)
+        self._versions, self._start_version = VersionStore(device), model.start_version
         self._set_aside = 0
         self._ring: RingBuffer | None = None
         self._push = PushLifecycle()
@@ -112,6 +112,8 @@ class Receiver:
         served = self._versions.served
         if served is not None:
             answer |= {"version": served.version, "applied_by": served.applied_by}
+        else:
+            answer["version"] = self._start_version
         answer |= {
             "inconsistent_reason": self._inconsistent_reason or (base._inconsistent_reason if base else ""),
             "asleep": sorted(self._model.asleep()),
@@ -263,7 +265,7 @@ class Receiver:
             name = None if served is None else served.version
             _log.warning("push: the engine has loaded other weights by itself; it no longer serves version %r", name)
             self._versions.forget()
-            self._inconsistent_reason = ""
+            self._inconsistent_reason, self._start_version = "", None
 
     def _check_awake(self) -> None:
         if "weights" in self._model.asleep():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ def unpack_writes(data: bytes) -> list[Job]:
     ]
 
 
-def check_finite(boxes: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
+def check_finite(boxes: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
     """Raise ``StateError`` for a tensor with a NaN or an infinity; each is the box of the tensor of that name."""
     floating = [one for one in boxes if one[2].is_floating_point() and one[2].numel()]
     # The host waits once for each device. Only a sum or a maximum that is no proof is looked at more closely.
@@ -104,8 +104,8 @@ def check_finite(boxes: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
             count = 0 if proven else tensor.numel() - int(wide.isfinite().sum())
             if count:
                 raise StateError(
-                    f"{name} {box}: {count:,} of {tensor.numel():,} values are NaN or infinite, as they would be sent; "
-                    "no engine serves them. Find out why, or push them with check_finite=False"
+                    f"{name} {box}: {count:,} of {tensor.numel():,} values are NaN or infinite, in the engine's dtype; "
+                    "no engine serves them. Find out why, or use check_finite=False"
                 )
 
 

@@ -6,8 +6,9 @@ imported without vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+import msgpack
 import torch
 import xxhash
 from torch import nn
@@ -17,13 +18,15 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.location import Location
 from ...checkpointer import default_checkpointer, session_of
 from ...control.base import Operation
-from ...errors import UsageError
+from ...errors import MismatchError, StateError, UsageError
 from ...loading.options import LoadOptions
 from ...runtime import DEFAULT_DEADLINE_S
 from ..delivery import DeliveryReport, StoredWeights
 from ..layouts.hub_names import hub_tensors
-from ..layouts.recording import Copy, UnrecordedWrites, uncovered
-from ..push.messages import check_faults
+from ..push.engine_model import record_copies
+from ..push.messages import Table, pack_parts, unpack_parts
+from ..push.plan import check_taken_whole
+from ..push.writing import check_finite
 from .private import imports_of
 
 with imports_of("loader"):
@@ -36,7 +39,7 @@ _LOAD_FORMAT = "bcp"
 _OPTIONS = frozenset(
     {
         *("path", "root", "peers", "token", "section", "rules", "rename", "verify", "share_reads", "deadline_s"),
-        "storage_options",
+        *("storage_options", "strict", "check_finite"),
     }
 )
 
@@ -58,8 +61,9 @@ class BcpModelLoader(BaseModelLoader):
     so that an engine that restarts serves what the others do; ``token``, sent to peers as ``Authorization: Bearer`` (by
     default the environment's ``BYTECHECKPOINT_PUSH_TOKEN``, which vLLM does not log); ``section`` (default "model");
     ``rules``, a file or a set of rules that makes the names of the hub; ``rename``, a map of names as for
-    ``bytecheckpoint.open`` (``{"ema.module.": "model."}`` serves averaged weights); and ``verify``, ``share_reads``,
-    ``deadline_s`` and ``storage_options`` as for ``bytecheckpoint.load``.
+    ``bytecheckpoint.open`` (``{"ema.module.": "model."}`` serves averaged weights); ``strict`` and ``check_finite``
+    as for ``Pusher.push``; and ``verify``, ``share_reads``, ``deadline_s`` and ``storage_options`` as for
+    ``bytecheckpoint.load``.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
@@ -90,18 +94,65 @@ class BcpModelLoader(BaseModelLoader):
                 op.set_description(f"load of {checkpoint.url}")
                 weights = StoredWeights(checkpoint, self._options.get("section", "model"))
             op.agree("agree", _facts(checkpoint))
-            with op.phase("describe"):
-                tensors = hub_tensors(model_config.hf_config, dict(weights.tensors()))
-                with UnrecordedWrites() as own:
-                    model.load_weights(tensors.items())  # type: ignore[operator]
-                if model_config.quantization is None:  # vLLM computes some parameters of quantized models later
-                    _check_complete(model, weights.recorder.copies, own.targets)
+            if self._must_quantize(op, model, model_config, weights):
+                self._quantize(op, model, model_config, checkpoint)
+                return
             delivered = weights.deliver(op, self._options.get("share_reads", "auto"))
+            if self._options.get("check_finite", True):
+                with op.phase("check"):
+                    check_finite(weights.loaded())
             # A rank must not serve if another one could not load.
             op.barrier("loaded")
         finally:
             op.close()
+        model.bytecheckpoint_version = checkpoint.step  # type: ignore[assignment]
         _log.info("%s: %s", checkpoint.backend.display_url, _summary(delivered))
+
+    def _must_quantize(
+        self, op: Operation, model: nn.Module, model_config: ModelConfig, weights: StoredWeights
+    ) -> bool:
+        """Record what the model's own loader copies, and return whether any rank must quantize it first. A parameter
+        accepts here what it accepts in a push."""
+        strict, blocks = self._is_strict, None
+        with op.phase("describe"):
+            if model_config.quantization is not None:
+                with imports_of("push"):
+                    from .model import blocks_of
+                blocks = blocks_of(get_current_vllm_config().quant_config)
+            tensors = hub_tensors(model_config.hf_config, dict(weights.tensors()))
+            record = record_copies(
+                lambda: model.load_weights(tensors.items()),  # type: ignore[operator]
+                weights.recorder,
+                weights.metas,
+                model,
+                blocks,
+                strict=strict and model_config.quantization is None,  # vLLM computes some of their parameters later
+            )
+        found = op.gather("requests", msgpack.packb([record.is_wide, pack_parts(record.parts)]))
+        with op.phase("requests"):
+            requests = [msgpack.unpackb(one) for one in found or ()]
+            if strict and requests:
+                requested = [unpack_parts(parts) for _, parts in requests]
+                check_taken_whole("the engine", Table(tuple(weights.metas.items())), requested)
+        is_wide = any(wide for wide, _ in requests)
+        return op.broadcast("requests", bytes([is_wide]) if op.rank == 0 else None) == bytes([True])
+
+    def _quantize(self, op: Operation, model: nn.Module, model_config: ModelConfig, checkpoint: Checkpoint) -> None:
+        if model_config is not get_current_vllm_config().model_config:
+            raise MismatchError(
+                f"{checkpoint.url} must be quantized for the engine's draft model, which only a push does; use a "
+                "checkpoint that is quantized already"
+            )
+        with imports_of("push"):
+            from .peers import load_quantized
+        checks = {"strict": self._is_strict, "check_finite": self._options.get("check_finite", True)}
+        load_quantized(op, model, checkpoint, self._options.get("section", "model"), self._deadline_s, **checks)
+        model.bytecheckpoint_is_quantized = True  # type: ignore[assignment]
+        _log.info("%s: quantized by rank 0", checkpoint.backend.display_url)
+
+    @property
+    def _is_strict(self) -> bool:
+        return bool(self._options.get("strict", True))
 
     @property
     def _deadline_s(self) -> float:
@@ -134,7 +185,10 @@ class BcpModelLoader(BaseModelLoader):
 
         Each rank reads only what its loader copies.
         """
-        weights = StoredWeights(self._open(model_config), self._options.get("section", "model"))
+        checkpoint = self._open(model_config)
+        if getattr(model, "bytecheckpoint_is_quantized", False):
+            raise StateError(f"{checkpoint.url} must be quantized, and a reload does not; push it instead")
+        weights = StoredWeights(checkpoint, self._options.get("section", "model"))
         tensors = hub_tensors(model_config.hf_config, dict(weights.tensors_read_by_copies()))
         return iter(tensors.items())
 
@@ -158,11 +212,6 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     for name, stored in checkpoint.items():
         table.update(f"{name} {stored.meta}\n".encode())
     return {"path": checkpoint.url, "checkpoint": checkpoint.manifest.attempt, "tensors": table.hexdigest()}
-
-
-def _check_complete(model: nn.Module, copies: Sequence[Copy], own: Sequence[torch.Tensor]) -> None:
-    faults = [("missing", name, elements) for name, elements in uncovered(model.named_parameters(), copies, own)]
-    check_faults(f"the checkpoint does not completely fill {len(faults)} parameter(s)", faults, limit=10)
 
 
 def _summary(delivered: DeliveryReport) -> str:

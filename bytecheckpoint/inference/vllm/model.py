@@ -52,10 +52,11 @@ class VllmModel(EngineModel):
         self._config, self._model = vllm_config, model
         self.runner: Any = None  # whose states belong to the weights; None where it is not known
         self.quantized = vllm_config.model_config.quantization is not None
-        self.blocks = _blocks(vllm_config.quant_config)
+        self.blocks = blocks_of(vllm_config.quant_config)
         self._serves_own = self._served_own = (
             True  # whether the engine serves the weights that it started with: now, and before the last load
         )
+        self.start_version = getattr(model, "bytecheckpoint_version", None)  # if the loader of this library loaded it
         self.is_starting = False  # while vLLM loads the model, before it processes weights
         self._last_load: Any = None
         self._ties = _ties(model)
@@ -118,17 +119,19 @@ class VllmModel(EngineModel):
         return self._with_tied(iter(tensors.items()))
 
     def _with_tied(self, weights: Weights) -> Weights:
-        """``weights`` and, for each tied name that is missing, the tensor that it is tied to.
+        """``weights`` with, for each tied name, the tensor that it is tied to; as vLLM's own loaders, without a tensor
+        that is stored under this name.
 
         A reload loads each tied layer separately.
         """
         seen: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
-            if name in self._ties or name in self._ties.values():
+            if name in self._ties.values():
                 seen[name] = tensor
-            yield name, tensor
+            if name not in self._ties:
+                yield name, tensor
         for name, first in self._ties.items():
-            if name not in seen and first in seen:
+            if first in seen:
                 yield name, seen[first]
 
     def load(self, weights: Weights) -> None:
@@ -217,7 +220,7 @@ def _rebuilt_kernels(model: nn.Module) -> Iterator[None]:
                 method.moe_kernel = kernel
 
 
-def _blocks(quantization: Any) -> tuple[int, int] | None:
+def blocks_of(quantization: Any) -> tuple[int, int] | None:
     """Rows and columns of a block if the model's checkpoints have ``weight_scale_inv``, else None."""
     if not isinstance(quantization, Fp8Config) or not quantization.weight_block_size:
         return None
