@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bytecheckpoint.errors import BytecheckpointError, DeadlineError, StateError
+from bytecheckpoint.inference.push import commit
 from bytecheckpoint.inference.push.commit import EngineCommit
 from bytecheckpoint.inference.push.engines.base import Budget, Engine
 from bytecheckpoint.inference.push.leases import HeldLease, resolve
@@ -28,7 +29,7 @@ class Recorded(Engine):
         self.pauses, self.late, self.transaction = pauses, late, transaction
         self.calls: list[str] = []
         self.waits: dict[str, float] = {}
-        self.answer: dict[str, Any] = {"version": 2, "inconsistent_reason": "", "applied_by": "t"}
+        self.answer: dict[str, Any] = {"version": 2, "inconsistent_reason": "", "applied_by": "t", "is_changing": False}
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         kind = decode(request)["kind"]
@@ -82,10 +83,12 @@ def test_an_engine_that_cannot_pause_is_resumed_unless_it_was_inconsistent(was_i
 
 
 @pytest.mark.parametrize("pauses", [True, False])
-def test_an_engine_that_another_push_has_paused_is_left_alone(pauses: bool) -> None:
+def test_an_engine_that_another_push_has_paused_is_left_alone(pauses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after this process was stopped, and the next push did not wait for it."""
+    monkeypatch.setattr(commit, "_CLEANUP_S", 0.1)
     engine = Recorded(pauses=pauses, transaction="another")
-    assert "another push into the engine has begun, so this one leaves it alone" in str(_apply(engine))
+    engine.answer["is_changing"] = True
+    assert "another push into the engine has begun" in str(_apply(engine))
     assert "resume" not in engine.calls
 
 
@@ -151,13 +154,13 @@ def test_an_engine_that_reverts_too_slowly_is_left_to_its_worker(
     """It may be healthy: to end the lease would leave it paused."""
     ended: list[str] = []
     monkeypatch.setattr(HeldLease, "end", lambda lease, wait_s: ended.append("properly"))
-    monkeypatch.setattr(HeldLease, "lose", lambda lease: ended.append("lost"))
+    monkeypatch.setattr(HeldLease, "lose", lambda lease, revert: ended.append("lost"))
     engine = Recorded(late="revert")
-    commit = EngineCommit(engine, MESSAGE, "")
+    one = EngineCommit(engine, MESSAGE, "")
     if load_fails:
         failure = {"kind": "EngineError", "message": "no", "faults": [], "traceback_text": "", "serving": ""}
         engine.answer |= {"failure": failure, "pid": 1, "host": "h"}
-    error = commit.load("apply", Budget(LONG_S)) or commit.undo(Budget(LONG_S))
+    error = one.load("apply", Budget(LONG_S)) or one.undo(Budget(LONG_S))
     assert "it is unknown what the engine serves now; it is left paused" in str(error)
     assert "the next push resumes it" in str(error)
     assert ended == ["lost"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -132,6 +134,48 @@ def test_a_late_sender_does_not_end_the_pause_of_the_next_push(engine: ToyEngine
         with pytest.raises(EngineError, match=r"another push into .* has begun"):
             _push(engine, 2)
     assert _resumes(engine) == before + 1
+    _assert_serves(engine, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_bytes": 40_000, "chunk_bytes": 4000}], ids=["arenas", "streamed"])
+def test_a_late_sender_does_not_leave_the_engine_paused(engine: ToyEngine, options: dict[str, Any]) -> None:
+    """As one that was stopped before it paused the engine, until another push had ended."""
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30), **options) as late:
+        with _once_at(STAGES[0], lambda: _push(engine, 3)):
+            with pytest.raises(EngineError, match="this push is over"):
+                late.push(ToyTrainee(2), version=2)
+    _assert_serves(engine, 3)
+
+
+def test_a_late_sender_waits_for_the_end_of_the_next_push(engine: ToyEngine) -> None:
+    """It pauses the engine while the next push has done so, and resumes it afterwards."""
+    may_pause, has_paused = threading.Event(), threading.Event()
+
+    def push_next() -> Future[None]:
+        def wait_for_late_pause() -> None:
+            may_pause.set()
+            assert has_paused.wait(time_limit(30))
+
+        def push() -> None:
+            with _once_at(STAGES[2], wait_for_late_pause):
+                _push(engine, 3)
+
+        pushing = threads.submit(push)
+        assert may_pause.wait(time_limit(30))
+        return pushing
+
+    def note_refusal(*seen: str) -> None:
+        if seen == ("push.apply.paused", "point") and may_pause.is_set():
+            has_paused.set()
+
+    with ThreadPoolExecutor(1) as threads, _once_at(STAGES[0], push_next) as pushing:
+        remove = telemetry.observe(note_refusal)
+        try:
+            with pytest.raises(EngineError, match="this push is over"):
+                _push(engine, 2)
+        finally:
+            remove()
+        pushing[0].result(time_limit(30))
     _assert_serves(engine, 3)
 
 

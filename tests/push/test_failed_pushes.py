@@ -293,9 +293,25 @@ def test_a_worker_stopped_while_its_weights_change(engine: ToyEngine) -> None:
             pusher.push(ToyTrainee(2), version=2)
         os.kill(stopped, signal.SIGCONT)
         until(lambda: not engine.paused, "resumed, because its worker answers again")
-        _assert_serves(engine, 2)
+        _assert_serves(engine, 1)
         pusher.push(ToyTrainee(3), version=3)
     _assert_serves(engine, 3)
+
+
+def test_a_worker_of_one_of_two_engines_stopped_while_its_weights_change(engine: ToyEngine) -> None:
+    stopped = engine.look()["pids"][1]
+    engine.fault(1, "stop in apply")
+    with toy_engine(2) as other:
+        _push(other, 1)
+        with Pusher([HttpEngine(engine.url), HttpEngine(other.url)], deadline_s=time_limit(3)) as pusher:
+            try:
+                with pytest.raises(DeadlineError, match="unknown what"):
+                    pusher.push(ToyTrainee(2), version=2)
+                _assert_serves(other, 1)
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+            until(lambda: not engine.paused, "resumed, because its worker answers again")
+            _assert_serves(engine, 1)
 
 
 def test_a_server_that_does_not_drop_its_cache(engine: ToyEngine) -> None:

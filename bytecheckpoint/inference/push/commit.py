@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import BytecheckpointError, EngineError
+from ...errors import BytecheckpointError, EngineError, StateError
 from ...telemetry.trace import notify
 from .engines.base import Budget, Engine, ask, ask_all, failures_of
 from .leases import HeldLease, Inconsistent, check_consistent, check_own, resolve, resume_command
 from .messages import first_cause
 
 _CLEANUP_S = 5.0  # at least, for requests that must still reach an engine when the time of the stage is up
+_POLL_S = 0.1
 _LEASE_SLACK_S = 30.0  # for reverting, after the stage
 
 _log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class EngineCommit:
             answers = ask_all(engine, request, self.message, budget.left)
         except BytecheckpointError as error:
             return self._unknown(error)
-        if self.is_abandoned():
+        if self.is_abandoned() and answers[0]["transaction"] == self.message["transaction"]:
             self.abandon()
             return EngineError(f"{engine.name} answered after the push had given up; it is left paused")
         errors = failures_of(engine, answers)
@@ -102,15 +104,16 @@ class EngineCommit:
         finally:
             self.abandon()  # unless it has ended
 
-    def abandon(self) -> None:
-        """Leave the engine to the holder of the lease, which resolves the push as soon as the workers answer."""
+    def abandon(self, *, revert: bool = False) -> None:
+        """Leave the engine to the holder of the lease, which resolves the push as soon as the workers answer; with
+        ``revert``, it first returns to the version before, if that is possible."""
         if self._lease is not None:
-            self._lease.lose()
+            self._lease.lose(revert=revert)
             self._lease = None
 
     def _unknown(self, error: BytecheckpointError) -> BytecheckpointError:
         """Leave the engine paused, because it may serve either version."""
-        self.abandon()
+        self.abandon(revert=True)
         return type(error)(
             f"{error}\n  it is unknown what {self.engine.name} serves now; it is left paused. If its workers answer "
             f"again, it resumes, or {resume_command(self.engine)}"
@@ -145,12 +148,16 @@ class EngineCommit:
         return self._cannot_revert()
 
     def _resume(self, version: int | str | None, wait_s: float, *, changed: bool) -> str:
-        """Resume the engine, unless another push has begun while this process was stopped: that one has paused it.
-        Returns why it does not resume; empty if it does."""
-        engine, budget = self.engine, Budget(wait_s)
+        """Resume the engine, unless another push has begun since this one loaded: that one has paused it. Returns why
+        it does not resume; empty if it does."""
+        engine, budget, transaction = self.engine, Budget(wait_s), self.message["transaction"]
         try:
             answers = ask(engine, "status", {}, budget.left)
-            check_own(engine, answers, self.message["transaction"])
+            if self.is_loaded or all(answer["transaction"] == transaction for answer in answers):
+                check_own(engine, answers, transaction)
+            else:
+                # This process was stopped before it paused the engine, perhaps until the other push had resumed it.
+                answers, version, changed = self._wait_for_other(budget), None, False
             check_consistent(engine, answers)
             engine.resume(version, budget.left, changed=changed)
         except BytecheckpointError as error:
@@ -159,6 +166,17 @@ class EngineCommit:
         notify("push.apply.resumed", "point")
         self._end_lease()
         return ""
+
+    def _wait_for_other(self, budget: Budget) -> list[dict[str, Any]]:
+        """Return the workers' answers when no push changes the engine. Raises ``StateError`` if one does for longer; it
+        resumes the engine."""
+        while True:
+            answers = ask(self.engine, "status", {}, budget.left)
+            if not any(answer["is_changing"] for answer in answers):
+                return answers
+            if budget.is_over:
+                raise StateError(f"another push into {self.engine.name} has begun, and resumes it")
+            time.sleep(_POLL_S)
 
     @staticmethod
     def _explain(error: BytecheckpointError, fault: str) -> None:

@@ -29,6 +29,7 @@ _CONNECT_S = 1.0  # a firewall that drops packets must not delay each push for l
 _RESOLVE_S = 600.0  # requests of the lost push come first, in which the engine may load weights
 _RETRY_S = 1.0
 _PROBE_S = 2.0
+_REVERT = b"r"  # sent before the connection of a lease ends
 # The kernel asks every five seconds whether the sender's host still runs, and gives up after the third question.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
@@ -54,7 +55,7 @@ def push_command(engine: Engine) -> str:
     return f"push again, or restart it{command}"
 
 
-def resolve(engine: Engine, wait_s: float, transaction: str | None = None) -> int | str | None:
+def resolve(engine: Engine, wait_s: float, transaction: str | None = None, *, revert: bool = False) -> int | str | None:
     """End a push whose sender is gone: check that the engine serves one complete version, and resume it.
 
     Workers that serve different versions, because the sender was lost while one of them rolled back, return to the
@@ -64,6 +65,7 @@ def resolve(engine: Engine, wait_s: float, transaction: str | None = None) -> in
         engine: The engine.
         wait_s: The limit of the wait, in seconds.
         transaction: The push to end, by default whichever has begun and has no connected sender.
+        revert: Return to the version before, if that is possible.
 
     Returns:
         The version; None for what the engine started with.
@@ -81,7 +83,7 @@ def resolve(engine: Engine, wait_s: float, transaction: str | None = None) -> in
         transaction = next((answer["transaction"] for answer in answers if answer["has_begun"]), "")
         _check_free(engine, answers, transaction)
     answers = _resolve(engine, transaction, budget)
-    if len({answer["applied_by"] for answer in answers}) > 1:
+    if revert or len({answer["applied_by"] for answer in answers}) > 1:
         ask_all(engine, "revert", {"transaction": transaction}, budget.left)
         answers = _resolve(engine, transaction, budget)
     version = check_consistent(engine, answers)
@@ -153,23 +155,24 @@ class PauseLease(Acceptor):
         for option, value in _KEEPALIVE.items():
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        revert = False
         with suppress(OSError):
-            receive(connection, 1, at_most(None))
+            revert = receive(connection, 1, at_most(None)) == _REVERT
         self.is_connected = False
-        self._expire("is gone")
+        self._expire("has given up" if revert else "is gone", revert=revert)
 
-    def _expire(self, why: str) -> None:
+    def _expire(self, why: str, *, revert: bool = False) -> None:
         with self._state:
             if self._is_over:
                 return
             self._is_over = True
         # Not in this thread: resolving ends this lease, which waits for this thread.
-        run_daemon(lambda: self._resolve(why), "bcp-push-resolve")
+        run_daemon(lambda: self._resolve(why, revert=revert), "bcp-push-resolve")
 
-    def _resolve(self, why: str) -> None:
+    def _resolve(self, why: str, *, revert: bool) -> None:
         engine, budget = engine_at(self._address), Budget(_RESOLVE_S)
         try:
-            version = self._resolve_until(engine, budget)
+            version = self._resolve_until(engine, budget, revert=revert)
             _log.warning("push: the sender %s; %s resumed with version %r", why, engine.name, version)
         except StateError as error:
             _log.warning("push: the sender %s: %s", why, error)
@@ -178,11 +181,11 @@ class PauseLease(Acceptor):
         finally:
             engine.close()
 
-    def _resolve_until(self, engine: Engine, budget: Budget) -> int | str | None:
+    def _resolve_until(self, engine: Engine, budget: Budget, *, revert: bool) -> int | str | None:
         """Resolve, and try again after errors that may pass, such as those of a proxy."""
         while True:
             try:
-                return resolve(engine, budget.left, self.transaction)
+                return resolve(engine, budget.left, self.transaction, revert=revert)
             except (Inconsistent, StateError):
                 raise
             except BytecheckpointError as error:
@@ -231,8 +234,12 @@ class HeldLease:
             _log.warning("push: the lease on %s was not ended: %s", self._engine.name, error)
         self.lose()
 
-    def lose(self) -> None:
-        """Disconnect, so that the engine's worker resolves the push as soon as it can."""
+    def lose(self, *, revert: bool = False) -> None:
+        """Disconnect, so that the engine's worker resolves the push as soon as it can; with ``revert``, by a return to
+        the version before."""
         if self._connecting is not None:
+            if revert and self._connecting.done() and self._connecting.exception() is None:
+                with suppress(OSError):
+                    self._connecting.result().send(_REVERT)
             close_when_connected(self._connecting)
             self._connecting = None

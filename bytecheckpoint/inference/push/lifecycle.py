@@ -67,6 +67,11 @@ class PushLifecycle:
         """Whether the push may have changed the model, or is about to."""
         return self._state not in (PushState.IDLE, PushState.RECEIVING, PushState.VERIFIED)
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether the engine is about to pause, or to load."""
+        return self._state in _CHANGING.values()
+
     def check(self, request: str, transaction: str) -> None:
         """Raise ``EngineError`` if a request comes from an older push, or one that has ended, and ``StateError`` if it
         is not its turn."""

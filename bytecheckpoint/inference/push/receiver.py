@@ -119,6 +119,7 @@ class Receiver:
             "asleep": sorted(self._model.asleep()),
             "transaction": self._push.transaction,
             "has_begun": self._push.has_begun,
+            "is_changing": self._push.is_changing or self._has_own_lease,
             "has_sender": self._lease is not None and self._lease.is_connected,
         }
         answer["seconds"] = time.monotonic() - begin
@@ -345,6 +346,11 @@ class Receiver:
             self._stop_listening()
             self._push.end()
         return {}
+
+    @property
+    def _has_own_lease(self) -> bool:
+        """Whether the latest push has paused the engine, or is about to."""
+        return self._lease is not None and self._lease.transaction == self._push.transaction
 
     def _end_lease(self) -> None:
         if self._lease is not None:
