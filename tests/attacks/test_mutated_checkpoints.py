@@ -1,0 +1,32 @@
+"""Random damage to checkpoints of this library, with right checksums, and of other systems.
+
+``BCP_TEST_EXAMPLES=20 BCP_TEST_FULL=1`` makes 240,000 mutants; ``BCP_TEST_SEED`` chooses others.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoint_mutants
+import sampling
+
+from bytecheckpoint.testing import time_limit
+
+
+def test_mutants_raise_only_errors_of_the_library_and_reach_nothing_outside(tmp_path: Path) -> None:
+    """They are opened, read, loaded, verified, searched, exported, overwritten and removed."""
+    count = sampling.examples(12_000, 600)
+    command = [sys.executable, checkpoint_mutants.__file__, str(tmp_path), str(sampling.seed()), "0", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=time_limit(30 + count / 10))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["faults"] == []
+    assert report["grown_mib"] < 200
+    results = report["results"]
+    assert sum(results.values()) == count
+    for system in ("own", "dcp", "bytecheckpoint", "deepspeed", "huggingface", "torch", "trainer"):
+        assert results[f"{system}: accepted"]
+        assert results[f"{system}: FormatError"]
