@@ -71,6 +71,12 @@ class _Link:
     def flush(self) -> None:
         """Do nothing: every message is delivered at once."""
 
+    def restore(self, peer: int) -> None:
+        """Do nothing: no connection is lost."""
+
+    def disconnect(self, peer: int) -> None:
+        """Do nothing: every rank answers."""
+
     def _count(self, peer: int, message: bytes) -> None:
         self.messages += 1
         self.nbytes += len(message)

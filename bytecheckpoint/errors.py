@@ -349,7 +349,8 @@ class RankFailedError(ControlError):
         rank: The rank that failed, or -1 if it is unknown.
         host: The host of that rank.
         phase: The step in which it failed, such as ``write``.
-        error_type: The class name of the original exception; ``ProcessDied`` if the process ended.
+        error_type: The class name of the original exception; ``ProcessDied`` if the process ended,
+            and ``ConnectionLost`` if this is not known of a process on another host.
         traceback_text: The original traceback as text; empty if the process ended.
     """
 

@@ -187,7 +187,7 @@ async def dial(endpoint: Endpoint, introduction: bytes = b"", limit_s: float | N
             async with asyncio.timeout(CONNECT_S if number < len(endpoint.addresses) else limit_s):
                 return await _dial_address(address, endpoint, introduction)
         except TimeoutError:
-            refused.append(f"{address}: no answer in time")
+            refused.append(f"{address}: no answer in time; a firewall may discard the packets")
         except OSError as error:
             refused.append(f"{address}: {error}")
     raise ConnectionError(f"cannot connect to port {endpoint.port} of " + "; ".join(refused))

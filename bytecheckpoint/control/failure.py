@@ -63,8 +63,17 @@ class FailureRecord:
 
     @classmethod
     def from_death(cls, peer: PeerIdentity, phase: str, message: str) -> FailureRecord:
-        """Describe a rank whose process or connection is gone."""
+        """Describe a rank whose process has ended."""
         return cls(peer.rank, peer.host, peer.pid, phase, "ProcessDied", message)
+
+    @classmethod
+    def from_disconnection(cls, peer: PeerIdentity, phase: str, here: PeerIdentity, reason: str) -> FailureRecord:
+        """Describe a rank that this process cannot reach any more."""
+        message = (
+            f"its connection to rank {here.rank} on {here.host} was lost ({reason}): its process has ended, or the "
+            "network between these hosts fails"
+        )
+        return cls(peer.rank, peer.host, peer.pid, phase, "ConnectionLost", message)
 
     @classmethod
     def from_deadline(cls, message: str, phase: str, here: PeerIdentity) -> FailureRecord:

@@ -15,10 +15,13 @@ answer with ``alive``."""
 
 
 class Introduction(NamedTuple):
-    """The rank that connects, and for what: control messages, or one stream of an operation."""
+    """The rank that connects, and for what: control messages, one stream of an operation, or to ask for messages again.
+
+    Only the higher of two ranks connects for messages. The lower one asks it to.
+    """
 
     sender: int
-    purpose: Literal["messages", "stream"]
+    purpose: Literal["messages", "stream", "again"]
     operation: str = ""
     channel: str = ""
 

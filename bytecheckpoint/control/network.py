@@ -23,8 +23,8 @@ import msgpack
 from ..runtime.threads import before_exit
 from .addresses import listen
 from .connections import Endpoint, LoopThread, accept, dial
-from .messages import Introduction
-from .timings import END_CHECK_S, END_CONFIRMATION_S, FLUSH_S
+from .messages import Introduction, Message
+from .timings import END_CHECK_S, END_CONFIRMATION_S, FLUSH_S, HANDSHAKE_S, REPLACE_S
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +43,11 @@ class MessageHandler(Protocol):
     def add_stream(self, introduction: Introduction, connection: socket.socket) -> None:
         """Take over the non-blocking connection of a stream."""
 
+    def replace_peer(self, peer: int) -> None:
+        """Note that a peer has another connection for messages, and that some of the earlier one may be lost."""
+
     def lose_peer(self, peer: int, reason: str) -> None:
-        """Note that the connection for messages with a peer is lost."""
+        """Note that the connection for messages with a peer is lost, or could not be made again."""
 
     def may_see_end_of(self, peer: int) -> bool:
         """Whether the peer runs on this host and has not ended."""
@@ -58,7 +61,9 @@ class Network:
         self._rank, self._key = rank, key
         self._endpoints: dict[int, Endpoint] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._outboxes: dict[int, list[bytes]] = {}
+        self._outboxes: dict[int, list[bytes]] = {}  # messages to peers that do not have a connection yet
+        self._arrivals: dict[int, asyncio.Event] = {}
+        self._answers_of: dict[int, asyncio.Event] = {}  # set by each message of a peer
         self._lost: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
@@ -87,10 +92,8 @@ class Network:
         try:
             future.result(timeout_s)
         except TimeoutError:
-            addresses, port, _ = self._endpoints[peer]
             raise TimeoutError(
-                f"no answer in {timeout_s:.4g} s from port {port} of {', '.join(addresses)}; a firewall may discard "
-                "the packets"
+                f"no answer in {timeout_s:.4g} s from {self._place(peer)}; a firewall may discard the packets"
             ) from None
         finally:
             future.cancel()
@@ -105,6 +108,14 @@ class Network:
         A peer that has not connected, and whose address is not known, is lost.
         """
         self._thread.call(self._write, peer, message)
+
+    def restore(self, peer: int) -> None:
+        """Connect again with a peer whose connection was lost, without waiting; ``lose_peer`` reports a failure."""
+        self._thread.call(self._begin_connecting, peer, HANDSHAKE_S)
+
+    def disconnect(self, peer: int) -> None:
+        """End the connection for messages with a peer that does not answer."""
+        self._thread.call(self._disconnect, peer)
 
     def flush(self) -> None:
         """Wait, for a moment at most, until the operating system has the messages sent so far.
@@ -148,8 +159,15 @@ class Network:
         found = Introduction(*msgpack.unpackb(introduction))
         if found.purpose == "stream":
             self._handler.add_stream(found, connection)
+        elif found.purpose == "again":
+            connection.close()
+            self._start(self._reconnect(found.sender))
         else:
             self._start(self._add_peer(found.sender, connection))
+
+    def _place(self, peer: int) -> str:
+        addresses, port, _ = self._endpoints[peer]
+        return f"port {port} of {', '.join(addresses)}"
 
     async def _connect(self, peer: int) -> None:
         await self._add_peer(peer, await self._dial(peer, Introduction(self._rank, "messages")))
@@ -160,14 +178,48 @@ class Network:
 
     async def _add_peer(self, peer: int, connection: socket.socket) -> None:
         if peer in self._writers:
-            # Otherwise a process that has the key could take the place of a living rank.
-            _log.warning("refused a second connection that says it is rank %d, which is connected", peer)
-            connection.close()
-            return
+            if await self._answers(peer):
+                # Otherwise a process that has the key could take the place of a living rank.
+                _log.warning("refused a second connection that says it is rank %d, which is connected", peer)
+                connection.close()
+                return
+            if (earlier := self._writers.pop(peer, None)) is not None:
+                earlier.transport.abort()
+                self._handler.replace_peer(peer)
         reader, writer = await asyncio.open_connection(sock=connection)
         self._writers[peer] = writer
+        self._lost.discard(peer)
+        for data in self._outboxes.pop(peer, []):
+            writer.write(data)
+        if peer in self._arrivals:
+            self._arrivals[peer].set()
         self._handler.add_peer(peer)
         self._start(self._read(peer, reader, writer))
+
+    async def _answers(self, peer: int) -> bool:
+        """Whether a message arrives from a connected peer, which is asked for one."""
+        answered = self._answers_of.setdefault(peer, asyncio.Event())
+        self._write(peer, Message("probe", "").pack())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(answered.wait(), REPLACE_S)
+        self._answers_of.pop(peer, None)
+        return answered.is_set()
+
+    def _disconnect(self, peer: int) -> None:
+        writer = self._writers.pop(peer, None)
+        if writer is not None:
+            writer.transport.abort()
+            self._lose(peer, "it did not answer")
+
+    def _lose(self, peer: int, reason: str) -> None:
+        self._lost.add(peer)
+        self._handler.lose_peer(peer, reason)
+
+    async def _reconnect(self, peer: int) -> None:
+        """Connect again with a peer that has no connection with this rank, whatever this rank has."""
+        if peer in self._writers and not await self._answers(peer):
+            self._disconnect(peer)
+        self._begin_connecting(peer, HANDSHAKE_S)
 
     async def _read(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass on messages until the connection ends."""
@@ -176,6 +228,8 @@ class Network:
             while True:
                 (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                 self._handler.receive(peer, await reader.readexactly(size))
+                if peer in self._answers_of:
+                    self._answers_of.pop(peer).set()
         except OSError as error:
             reason = str(error)
         except asyncio.IncompleteReadError:
@@ -202,25 +256,37 @@ class Network:
 
     def _write(self, peer: int, message: bytes) -> None:
         data = _LENGTH.pack(len(message)) + message
-        if peer in self._writers:
-            self._writers[peer].write(data)
-        elif peer in self._outboxes:
-            self._outboxes[peer].append(data)
-        elif peer in self._endpoints and peer not in self._lost and not self._is_closing:
-            self._outboxes[peer] = [data]
-            self._start(self._connect_and_send(peer))
-        elif peer not in self._endpoints:
+        if peer not in self._endpoints and peer not in self._writers:
             self._handler.lose_peer(peer, "its address is not known yet")  # so that no one waits for its answer
+        elif peer in self._writers:
+            self._writers[peer].write(data)
+        elif peer not in self._lost:
+            self._begin_connecting(peer)
+            if peer in self._outboxes:
+                self._outboxes[peer].append(data)
 
-    async def _connect_and_send(self, peer: int) -> None:
+    def _begin_connecting(self, peer: int, limit_s: float | None = None) -> None:
+        is_known = peer in self._writers or peer in self._outboxes or peer not in self._endpoints
+        if not is_known and not self._is_closing:
+            self._lost.discard(peer)
+            self._outboxes[peer] = []
+            self._start(self._connect_and_send(peer, limit_s))
+
+    async def _connect_and_send(self, peer: int, limit_s: float | None) -> None:
+        arrived = self._arrivals[peer] = asyncio.Event()
         try:
-            await self._connect(peer)
+            async with asyncio.timeout(limit_s):
+                if peer < self._rank:
+                    await self._connect(peer)
+                else:
+                    (await self._dial(peer, Introduction(self._rank, "again"))).close()
+                    await arrived.wait()
+        except TimeoutError:
+            self._lose(peer, f"{self._place(peer)} gave no answer in {limit_s:g} s to a new connection")
         except OSError as error:
-            self._lost.add(peer)
-            self._handler.lose_peer(peer, str(error))
-        for data in self._outboxes.pop(peer):
-            if peer in self._writers:
-                self._writers[peer].write(data)
+            self._lose(peer, str(error))
+        self._outboxes.pop(peer, None)
+        del self._arrivals[peer]
 
 
 _open_networks: weakref.WeakSet[Network] = weakref.WeakSet()

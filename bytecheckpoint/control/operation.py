@@ -174,18 +174,19 @@ class SocketOperation(Operation):
         if self._is_patient:
             limit = PatientTimeLimit(self._deadline_s, router, lambda: router.missing(state, key, senders))
         elif is_for_children:
-            limit = TimeLimit(self._deadline_s)
+            limit = TimeLimit(self._deadline_s, router, lambda: router.missing(state, key, senders))
         else:
             limit = ParentTimeLimit(self._deadline_s, router)
 
         def has_changed() -> bool:
             missing = router.missing(state, key, senders)
-            return not missing or state.failure is not None or any(map(router.is_lost, missing))
+            return not missing or state.failure is not None or any(router.is_lost(state, peer) for peer in missing)
 
         while missing := router.missing(state, key, senders):
             self._outcome.raise_failure()
-            for peer in filter(router.is_lost, missing):
-                self._outcome.raise_record(router.loss_record(state, peer, phase))
+            for peer in missing:
+                if router.is_lost(state, peer):
+                    self._outcome.raise_record(router.loss_record(state, peer, phase))
             now = time.monotonic()
             if now - start > limit.seconds(now - start):
                 self._raise_deadline(phase, missing, now - start, is_for_children=is_for_children)
@@ -214,28 +215,35 @@ class SocketOperation(Operation):
 
     def _raise_deadline(self, phase: str, missing: list[int], waited_s: float, *, is_for_children: bool) -> NoReturn:
         if self._is_patient:
-            silent = [peer for peer in missing if self._router.is_silent(peer)]
-            self._outcome.raise_deadline(phase, silent, context=", whose process does not answer at all")
+            silent = [peer for peer in missing if self._router.silent_s(peer) > self._deadline_s]
+            self._outcome.raise_deadline(phase, silent, context=self._router.describe_silence(silent))
         if is_for_children:
-            self._outcome.raise_deadline(phase, self._late_ranks(missing))
+            silence = self._router.describe_silence(missing)
+            self._outcome.raise_deadline(phase, self._late_ranks(missing), context=silence)
         parent = self._router.parent
         context = [
             f", which itself waits in {step.phase} for rank(s) {format_ranks(step.missing)}"
             for step in self._note_of(parent)
         ]
-        if self._router.is_silent(parent):
-            context.append(", whose process does not answer at all")
+        context.append(self._router.describe_silence([parent]))
         self._outcome.raise_deadline(phase, missing, waited_s=min(waited_s, self._deadline_s), context="".join(context))
 
 
 class TimeLimit:
-    """How long a rank waits for its children."""
+    """How long a rank waits for its children, which it probes meanwhile."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, router: Router, missing: Callable[[], list[int]]) -> None:
         self.deadline_s = deadline_s
+        self._router, self._missing = router, missing
+        self._probe_at_s = deadline_s / 2
+        self._has_probed = False
 
     def seconds(self, waited_s: float) -> float:
         """Return the limit, of which ``waited_s`` has passed."""
+        if not self._has_probed and waited_s >= self._probe_at_s:
+            self._has_probed = True
+            for peer in self._missing():
+                self._router.probe(peer)
         return self.deadline_s
 
 
@@ -247,17 +255,14 @@ class ParentTimeLimit(TimeLimit):
     """
 
     def __init__(self, deadline_s: float, router: Router) -> None:
-        super().__init__(deadline_s)
-        self._router = router
+        super().__init__(deadline_s, router, lambda: [router.parent])
         self._was_silent = router.is_silent(router.parent)
-        self._probe_at_s = 0.0 if self._was_silent else deadline_s / 2
-        self._has_probed = False
+        if self._was_silent:
+            self._probe_at_s = 0.0
 
     def seconds(self, waited_s: float) -> float:
+        super().seconds(waited_s)
         router = self._router
-        if not self._has_probed and waited_s >= self._probe_at_s:
-            self._has_probed = True
-            router.probe(router.parent)
         if self._has_probed and router.is_silent(router.parent):
             return min(self.deadline_s, PROBE_ANSWER_S) if self._was_silent else self.deadline_s
         return self.deadline_s + ROOT_GRACE_S + (router.tree.depth(router.rank) - 1) * STEP_GRACE_S
@@ -267,8 +272,7 @@ class PatientTimeLimit(TimeLimit):
     """How long a rank waits for others that may be busy for any time: until one has not answered a probe."""
 
     def __init__(self, deadline_s: float, router: Router, missing: Callable[[], list[int]]) -> None:
-        super().__init__(deadline_s)
-        self._router, self._missing = router, missing
+        super().__init__(deadline_s, router, missing)
         self._probe_at_s = 0.0
 
     def seconds(self, waited_s: float) -> float:

@@ -101,9 +101,9 @@ class Outcome:
     def _report_to(self, record: FailureRecord, timeout_s: float, *, is_late: bool, to_root: bool = False) -> None:
         router, state = self.router, self.state
         peer = 0 if to_root else router.parent
-        if state.failure is None and (router.rank == 0 or not router.is_lost(peer)):
+        if state.failure is None and (router.rank == 0 or not router.is_lost(state, peer)):
             router.report(state, record, to_root=to_root)
             if is_late and router.is_silent(peer):
                 return  # an earlier report has waited for this peer already
-            if not router.wait_until(lambda: state.failure is not None or router.is_lost(peer), timeout_s):
+            if not router.wait_until(lambda: state.failure is not None or router.is_lost(state, peer), timeout_s):
                 router.probe(peer)

@@ -51,6 +51,7 @@ _PREFIX = "bytecheckpoint/control"
 _SHORTEST_SECRET = 16
 _LEAST_S = 0.01
 _HEAD_START_S = 0.5
+_PART_FOR_CONNECTING = 0.75  # of the time that is left, so that the others learn why before their deadline passes
 
 
 def connect_ranks(store: Any, here: PeerIdentity, tree: Tree, deadline_s: float) -> tuple[Router, Network]:
@@ -107,8 +108,10 @@ class _Arrival:
             except Exception as error:
                 time.sleep(_HEAD_START_S)  # for ranks that are about to begin
                 text = f"rank {self._here.rank} on {self._here.host}: {error}"
+                published = f"{secrets.token_hex(8)}{text}"
                 with contextlib.suppress(RuntimeError):  # the store has failed
-                    self._shared.set("failure", f"{secrets.token_hex(8)}{text}".encode())
+                    self._shared.compare_set("failure", self._earlier.decode(), published)
+                    text = self._failure() or text
                 if type(error) is ControlError:
                     raise ControlError(text) from error
                 raise
@@ -146,7 +149,8 @@ class _Arrival:
         if at_parent is not None:
             # Rank 0 may know itself by a useless name only, while this rank has reached the store on its host.
             more = [os.environ["MASTER_ADDR"]] if parent == 0 and os.environ.get("MASTER_ADDR") else []
-            network.set_endpoints({parent: Endpoint([*at_parent.addresses, *more], at_parent.port, key)})
+            addresses = list(dict.fromkeys([*at_parent.addresses, *more]))
+            network.set_endpoints({parent: Endpoint(addresses, at_parent.port, key)})
             self._connect_to_parent(network)
         self._exchange_endpoints(router, network, endpoint)
         undo.pop_all()
@@ -208,7 +212,7 @@ class _Arrival:
 
     def _connect_to_parent(self, network: Network) -> None:
         try:
-            network.connect(self._parent, self._left_s())
+            network.connect(self._parent, _PART_FOR_CONNECTING * self._left_s())
         except OSError as error:
             hint = "" if self._parent else f" {_hint()}"
             hint += f" {KEY_VARIABLE} must be the same on all ranks." if os.environ.get(KEY_VARIABLE) else ""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import msgpack
 
+from ..runtime.messages import format_ranks
 from ..runtime.waiting import Waiters
 from .failure import FailureRecord
 from .messages import Introduction, Message, WaitStep
@@ -38,6 +39,12 @@ class MessageSender(Protocol):
     def flush(self) -> None:
         """Wait, for a moment at most, until the operating system has the messages sent so far."""
 
+    def restore(self, peer: int) -> None:
+        """Connect again with a peer whose connection was lost, without waiting."""
+
+    def disconnect(self, peer: int) -> None:
+        """End the connection with a peer that does not answer."""
+
 
 @dataclass(eq=False)
 class OperationState:
@@ -52,6 +59,10 @@ class OperationState:
     payloads: dict[str, dict[int, bytes]] = field(default_factory=dict)
     notes: dict[int, tuple[float, list[WaitStep]]] = field(default_factory=dict)
     streams: dict[tuple[int, str], socket.socket] = field(default_factory=dict)
+    senders: set[int] = field(default_factory=set)
+    """The peers that have sent a message of it."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Why peers were lost in the middle of it, whether or not they have connected again."""
     has_begun: bool = False
     has_left: bool = False
 
@@ -185,9 +196,9 @@ class Router:
         with self._lock:
             return self._decide(state, record)
 
-    def is_lost(self, peer: int) -> bool:
-        """Whether a peer's process has ended or its connection is lost."""
-        return peer in self._lost
+    def is_lost(self, state: OperationState, peer: int) -> bool:
+        """Whether a peer's process has ended, or its connection was lost, in the middle of an operation or before."""
+        return peer in state.lost or peer in self._lost
 
     def probe(self, peer: int) -> None:
         """Ask a peer for an answer, which its network thread gives; until a message arrives, it is silent."""
@@ -198,6 +209,23 @@ class Router:
     def is_silent(self, peer: int) -> bool:
         """Whether no message of a peer has arrived since this rank last probed it."""
         return peer in self._silent
+
+    def describe_silence(self, peers: Iterable[int]) -> str:
+        """Describe those of these peers that have not answered a probe; empty if all have.
+
+        The connections with those on other hosts end: if the network has forgotten or delays them, new ones work.
+        """
+        silent = [peer for peer in peers if self.is_silent(peer)]
+        remote = [peer for peer in silent if self.watch.identity(peer) is None]
+        if not remote:
+            return ", whose process does not answer at all" if silent else ""
+        for peer in remote:
+            self._network.disconnect(peer)
+        hosts = ", ".join(dict.fromkeys(self.identity(peer).host for peer in remote))
+        return (
+            f". Nothing arrives on {self.here.host} from rank(s) {format_ranks(remote)} on {hosts}: the network between"
+            " these hosts loses packets, in one direction at least, or the processes do not run"
+        )
 
     def silent_s(self, peer: int) -> float:
         """Return how long a peer has not answered a probe; 0 if it has answered, or was not probed."""
@@ -223,8 +251,9 @@ class Router:
         elif peer in self._closing:
             how = f"it closed its communicator before this {state.kind} was over"
         else:
-            reason = self._lost.get(peer, "")
-            how = f"its connection to rank {self.rank} was lost in the middle of this {state.kind} ({reason})"
+            return FailureRecord.from_disconnection(
+                identity, phase, self.here, state.lost.get(peer) or self._lost.get(peer, "")
+            )
         return FailureRecord.from_death(identity, phase, how)
 
     def identity(self, peer: int) -> PeerIdentity:
@@ -257,12 +286,24 @@ class Router:
             if message.kind == "report":
                 self._receive_report(sender, state, message)
             elif state is not None:
+                state.senders.add(sender)
                 self._receive(sender, state, message)
             self._waiters.wake()
 
     def add_peer(self, peer: int) -> None:
-        """Wake the threads that wait for a connection."""
+        """Note that a peer has connected, and wake the threads that wait for it."""
         with self._lock:
+            self._lost.pop(peer, None)
+            self._silent.pop(peer, None)
+            self._waiters.wake()
+
+    def replace_peer(self, peer: int) -> None:
+        """Note that a peer has another connection: of the operations that it takes part in, messages may be lost."""
+        with self._lock:
+            self._silent.pop(peer, None)
+            for state in list(self._states.values()):
+                if peer in state.senders:
+                    self._lose_peer_of(state, peer, "it has connected again")
             self._waiters.wake()
 
     def add_stream(self, introduction: Introduction, connection: socket.socket) -> None:
@@ -283,7 +324,7 @@ class Router:
                 return
             self._lost[peer] = reason
             for state in list(self._states.values()):
-                self._lose_peer_of(state, peer)
+                self._lose_peer_of(state, peer, reason)
             self._waiters.wake()
 
     def may_see_end_of(self, peer: int) -> bool:
@@ -324,9 +365,14 @@ class Router:
         return self._add_state(prefix) if state is None and prefix not in self._closed else state
 
     def _add_state(self, prefix: str) -> OperationState:
+        """Add the state of a new operation. Peers on other hosts whose connection was lost get a new one."""
+        for peer in [peer for peer in self._lost if self._may_return(peer)]:
+            del self._lost[peer]
+            self._silent.pop(peer, None)
+            self._network.restore(peer)
         state = self._states[prefix] = OperationState(prefix, set(self.children))
-        for peer in self._lost:
-            self._lose_peer_of(state, peer)
+        for peer, reason in self._lost.items():
+            self._lose_peer_of(state, peer, reason)
         waiting = [other for other in self._states.values() if other.has_left or not other.has_begun]
         for other in waiting[:-_MOST_STATES]:
             self._forget(other)
@@ -342,7 +388,12 @@ class Router:
             self._waiters.wake()
         return state.failure
 
-    def _lose_peer_of(self, state: OperationState, peer: int) -> None:
+    def _may_return(self, peer: int) -> bool:
+        """Whether a lost peer may still run: it is on another host, and has not announced its end."""
+        return peer in (0, self.parent, *self.children) and peer not in self._closing and not self.watch.identity(peer)
+
+    def _lose_peer_of(self, state: OperationState, peer: int, reason: str) -> None:
+        state.lost[peer] = reason
         if peer in state.remaining:
             state.remaining.remove(peer)
             if peer in self.children:

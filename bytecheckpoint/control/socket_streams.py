@@ -97,7 +97,7 @@ class _PeerWait:
         """Raise a failure that has arrived, the loss of the peer, or that the deadline has passed."""
         self._outcome.raise_failure()
         self._router.check_processes([self._peer])
-        if self._router.is_lost(self._peer):
+        if self._router.is_lost(self._state, self._peer):
             self._outcome.raise_record(self._router.loss_record(self._state, self._peer, self.action))
         if time.monotonic() > self._deadline:
             self._outcome.raise_deadline(self.action, [self._peer])
@@ -139,10 +139,9 @@ class _PeerWait:
         identity = router.identity(self._peer)
         while time.monotonic() < give_up:
             # A rank reports a failure before its process ends.
-            has_ended = self._peer in router.watch.ended() or router.is_lost(self._peer)
+            has_ended = self._peer in router.watch.ended() or router.is_lost(state, self._peer)
             self._outcome.raise_failure()
             if has_ended:
                 self._outcome.raise_record(router.loss_record(state, self._peer, self.action))
             router.wait_until(lambda: state.failure is not None, STREAM_POLL_S)
-        how = f"its connection to rank {router.rank} was lost in the middle of this {state.kind} ({error})"
-        self._outcome.raise_record(FailureRecord.from_death(identity, self.action, how))
+        self._outcome.raise_record(FailureRecord.from_disconnection(identity, self.action, router.here, str(error)))

@@ -62,6 +62,9 @@ CONNECT_S = 3.0
 HANDSHAKE_S = 10.0
 """Limit for a new connection to authenticate."""
 
+REPLACE_S = 2.0
+"""How long a connected rank has to answer before another connection in its name takes its place."""
+
 CROWD_S = 2.0
 """How long each of too many strangers may take to authenticate before it is disconnected."""
 

@@ -209,7 +209,7 @@ def end_after_leaving(rank, world_size):
         router.flush()
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
-        assert router.wait_until(lambda: router.is_lost(1), time_limit(20))
+        assert router.wait_until(lambda: router.is_lost(operation._state, 1), time_limit(20))
         operation.check()
     if rank != 3:
         operation.broadcast("done", b"x" if rank == 0 else None)

@@ -9,6 +9,7 @@ import pytest
 from leak_watch import held_now, left_since
 
 from bytecheckpoint.control import connections
+from bytecheckpoint.control import network as network_module
 from bytecheckpoint.control.addresses import LOOPBACK
 from bytecheckpoint.control.connections import Endpoint
 from bytecheckpoint.control.network import Network
@@ -21,7 +22,7 @@ class Recorder:
     """A message handler that records what a network calls."""
 
     def __init__(self):
-        self.messages, self.peers, self.streams, self.lost = [], [], [], []
+        self.messages, self.peers, self.streams, self.lost, self.replaced = [], [], [], [], []
         self.changed = threading.Condition()
 
     def receive(self, sender, data):
@@ -35,6 +36,9 @@ class Recorder:
 
     def lose_peer(self, peer, reason):
         self._record(self.lost, peer)
+
+    def replace_peer(self, peer):
+        self._record(self.replaced, peer)
 
     def may_see_end_of(self, peer):
         return False
@@ -110,6 +114,12 @@ def test_pending_messages_are_sent_before_a_network_closes(make_network):
 
 def test_a_second_connection_does_not_take_the_place_of_a_connected_rank(make_network):
     (one, at_one), (other, at_listener) = make_network(1), make_network(0)
+
+    def answer(sender, data):
+        at_one._record(at_one.messages, (sender, data))
+        one.send(0, b"alive")
+
+    at_one.receive = answer
     connect(one, other, 0)
     at_listener.wait_for(lambda found: found.peers == [1])
     impostor, at_impostor = make_network(1)
@@ -117,9 +127,54 @@ def test_a_second_connection_does_not_take_the_place_of_a_connected_rank(make_ne
     impostor.send(0, b"of an impostor")
     at_impostor.wait_for(lambda found: found.lost == [0])
     other.send(1, b"for the rank")
-    at_one.wait_for(lambda found: found.messages == [(0, b"for the rank")])
-    assert at_listener.messages == []
-    assert at_listener.lost == []
+    at_one.wait_for(lambda found: (0, b"for the rank") in found.messages)
+    assert {data for _, data in at_listener.messages} == {b"alive"}
+    assert at_listener.lost == at_listener.replaced == []
+
+
+def test_a_new_connection_takes_the_place_of_one_that_the_network_has_forgotten(make_network, monkeypatch):
+    """A peer that does not answer on its connection has another, as when a firewall discards what it does not know."""
+    monkeypatch.setattr(network_module, "REPLACE_S", 0.1)
+    (one, at_one), (other, at_listener) = make_network(1), make_network(0)
+    connect(one, other, 0)
+    at_listener.wait_for(lambda found: found.peers == [1])
+    again, at_again = make_network(1)
+    again.set_endpoints(one._endpoints)
+    again.send(0, b"of the same rank")
+    at_listener.wait_for(lambda found: found.messages == [(1, b"of the same rank")])
+    assert (at_listener.replaced, at_listener.lost) == ([1], [])
+    at_one.wait_for(lambda found: found.lost == [0])
+    other.send(1, b"answer")
+    at_again.wait_for(lambda found: found.messages == [(0, b"answer")])
+
+
+@pytest.mark.parametrize("by", ["the rank that had connected", "the rank at which it had"])
+def test_a_connection_that_has_ended_is_made_again(make_network, by):
+    (one, at_one), (other, at_other) = make_network(1), make_network(0)
+    connect(one, other, 0)
+    other.set_endpoints({1: Endpoint([LOOPBACK], one.listen(LOOPBACK), KEY)})
+    at_other.wait_for(lambda found: found.peers == [1])
+    first, peer = (one, 0) if by == "the rank that had connected" else (other, 1)
+    first.disconnect(peer)
+    at_one.wait_for(lambda found: found.lost == [0])
+    at_other.wait_for(lambda found: found.lost == [1])
+    first.restore(peer)
+    first.send(peer, b"while it connects")
+    (at_other if first is one else at_one).wait_for(lambda found: b"while it connects" in dict(found.messages).values())
+    one.send(0, b"from 1")
+    other.send(1, b"from 0")
+    at_other.wait_for(lambda found: b"from 1" in [data for _, data in found.messages])
+    at_one.wait_for(lambda found: b"from 0" in [data for _, data in found.messages])
+    assert (at_one.peers, at_other.peers) == ([0, 0], [1, 1])
+
+
+def test_a_connection_that_cannot_be_made_again_is_lost(make_network):
+    (one, at_one), (other, _) = make_network(1), make_network(0)
+    connect(one, other, 0)
+    other.close()
+    at_one.wait_for(lambda found: found.lost == [0])
+    one.restore(0)
+    at_one.wait_for(lambda found: found.lost == [0, 0])
 
 
 def test_a_rank_whose_address_is_unknown_is_lost(make_network):

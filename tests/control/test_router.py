@@ -25,6 +25,7 @@ class Ranks:
     def __init__(self):
         self._pending = deque()
         self._dead = set()
+        self.restored = []
         tree = Tree.of(6, 2)
         self.routers = [Router(identity(rank), tree, _Sender(self, rank)) for rank in range(6)]
 
@@ -62,6 +63,12 @@ class _Sender:
 
     def flush(self):
         pass
+
+    def restore(self, peer):
+        self._ranks.restored.append((self._rank, peer))
+
+    def disconnect(self, peer):
+        self._ranks.routers[self._rank].lose_peer(peer, "it did not answer")
 
 
 def identity(rank):
@@ -141,7 +148,8 @@ def test_the_ranks_below_a_lost_leader_report_to_rank_0(ranks):
     states = ranks.begin()
     ranks.kill(2)
     record = ranks.routers[3].loss_record(states[3], 2, "write")
-    assert "rank 3 was lost" in record.message
+    assert "rank 3 on host-3 was lost" in record.message
+    assert record.error_type == "ConnectionLost", "the process may live"
     ranks.routers[3].report(states[3], record)
     ranks.deliver()
     assert failures({rank: states[rank] for rank in (0, 1, 3, 4, 5)}) == dict.fromkeys((0, 1, 3, 4, 5), 2)
@@ -173,7 +181,51 @@ def test_the_loss_of_rank_0_reaches_the_groups_of_busy_leaders(ranks):
     assert failures({rank: states[rank] for rank in (1, 3)}) == {1: 0, 3: 0}
     later = ranks.begin(2, 3, prefix="save/1")
     ranks.deliver()
+    assert failures(later) == {2: None, 3: None}, "it may have connected again"
+    assert (2, 0) in ranks.restored
+    ranks.routers[2].lose_peer(0, "refused")
+    ranks.deliver()
     assert failures(later) == {2: 0, 3: 0}
+
+
+def test_a_lost_connection_ends_the_operations_in_progress_only(ranks):
+    """A rank on another host may live."""
+    states = ranks.begin()
+    ranks.routers[0].lose_peer(2, "reset")
+    assert ranks.routers[0].is_lost(states[0], 2)
+    following = ranks.begin(prefix="save/1")
+    assert ranks.restored == [(0, 2)]
+    assert not ranks.routers[0].is_lost(following[0], 2)
+    ranks.routers[0].add_peer(2)
+    assert ranks.routers[0].is_lost(states[0], 2), "messages of it may be lost"
+    assert "(reset)" in ranks.routers[0].loss_record(states[0], 2, "write").message
+    ranks.routers[0].lose_peer(2, "refused")
+    assert ranks.routers[0].is_lost(following[0], 2)
+
+
+def test_another_connection_ends_the_operations_that_the_peer_was_in(ranks):
+    states = ranks.begin()
+    ranks.routers[2].send_payload(0, states[2], "plan", b"")
+    ranks.deliver()
+    following = ranks.begin(0, prefix="save/1")
+    ranks.routers[0].replace_peer(2)
+    assert ranks.routers[0].is_lost(states[0], 2)
+    assert not ranks.routers[0].is_lost(following[0], 2)
+
+
+def test_a_cut_network_is_described_by_the_hosts_that_do_not_answer(ranks):
+    router = ranks.routers[0]
+    router.hosts = {rank: f"host-{rank}" for rank in range(6)}
+    states = ranks.begin()
+    for peer in (1, 2, 4):
+        router.probe(peer)
+    ranks.deliver()
+    assert router.describe_silence([1, 2, 4]) == ""
+    for peer in (2, 4):
+        router.probe(peer)
+    text = router.describe_silence([1, 2, 4])
+    assert "Nothing arrives on host-0 from rank(s) 2,4 on host-2, host-4" in text
+    assert [peer for peer in (1, 2, 4) if router.is_lost(states[0], peer)] == [2, 4], "for new connections"
 
 
 def test_a_rank_that_closes_its_communicator_is_not_reported_as_killed(ranks):
