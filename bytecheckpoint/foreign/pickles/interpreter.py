@@ -70,9 +70,10 @@ def interpret_prefix(
                 if code not in OPCODES:
                     raise FormatError(f"opcode {code!r} is unknown or not supported")
                 read, handle = OPCODES[code]
-                handle(machine, None if read is None else read(stream))
-                if machine.budget < 0:
-                    raise FormatError("its objects would take far more memory than its size explains")
+                argument = None if read is None else read(stream)
+                machine.earn(stream.tell() - position)  # word-ok: a method of files
+                handle(machine, argument)
+                machine.settle()
     except FormatError as error:
         raise FormatError(f"{where}: its pickle is refused at byte {position}: {error}") from error.__cause__
     except _FAULTS as error:

@@ -11,8 +11,9 @@ from .bounds import check_keys, is_predictable
 from .classes import FUNCTIONS, find_global, set_state
 from .records import Global, Instance
 
-_BUDGET = 64 << 20  # bytes of objects that a pickle may create, and in addition ...
-_BUDGET_PER_BYTE = 96  # ... for each of its bytes; the metadata of DCP takes 35
+_EARNED_PER_BYTE = 48  # the metadata of DCP takes 35, a list of small lists 43
+_MOST_SAVED = 64 << 20  # and in addition ...
+_MOST_SAVED_PER_BYTE = 12  # ... for each byte of the pickle, because one opcode may set all items of a dict
 _MAX_MARKS = 1000
 _MAX_PREDICTABLE_KEYS = 10_000  # as many with one hash take seconds
 _MAX_NAME = 1000  # characters of a class with its module
@@ -29,7 +30,9 @@ class Machine:
     """Stack, marks, memo and budget.
 
     The budget is an estimate in bytes. Every method that creates an object subtracts its size, and interpreting stops
-    as soon as the budget is negative: some opcodes of one byte create objects of more than 200.
+    as soon as the budget is negative: some opcodes of one byte create objects of more than 200. Each byte that is read
+    adds to it, up to a limit, so that a pickle is refused where its objects become too many, and not after all memory
+    that a pickle of its size may take.
     """
 
     def __init__(self, size: int, persistent: Persistent | None) -> None:
@@ -38,7 +41,18 @@ class Machine:
         self.marks: list[int] = []  # lengths of the stack
         self.memo: dict[int, Any] = {}  # a list would be as long as the largest index, which the file chooses
         self.predictable_keys = 0
-        self.budget = _BUDGET + _BUDGET_PER_BYTE * size
+        self._most_saved = _MOST_SAVED + _MOST_SAVED_PER_BYTE * size
+        self.budget = self._most_saved
+
+    def earn(self, nbytes: int) -> None:
+        """Add to the budget what an opcode of so many bytes may spend."""
+        self.budget += _EARNED_PER_BYTE * nbytes
+
+    def settle(self) -> None:
+        """Limit the budget after an opcode. Raises ``FormatError`` if it has spent too much."""
+        if self.budget < 0:
+            raise FormatError("its objects would take far more memory than its size explains")
+        self.budget = min(self.budget, self._most_saved)
 
     def push(self, value: Any, cost: int) -> None:
         """Push a value. ``cost`` is its size in bytes."""
