@@ -112,24 +112,6 @@ def without_userinfo(text: str) -> str:
     return _USERINFO.sub(HIDDEN_PASSWORD, text)
 
 
-def hide_userinfo(error: BaseException) -> None:
-    """Remove user and password of URLs from the messages of an exception and of those that it was raised from.
-
-    Tracebacks show them. An exception of another library has the endpoint of a store in its message.
-    """
-    seen: set[int] = set()
-    rest: list[BaseException | None] = [error]
-    while rest:
-        one = rest.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        shown = tuple(without_userinfo(arg) if isinstance(arg, str) else arg for arg in one.args)
-        if shown != one.args:
-            one.args = shown
-        rest += [one.__cause__, one.__context__]
-
-
 class BytecheckpointError(Exception):
     """Base class of all errors of this library.
 

@@ -124,7 +124,7 @@ def _failures(*, debug: bool) -> Iterator[None]:
         raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
     except Exception as error:  # noqa: BLE001 - it becomes a message and an exit code
         if debug:
-            click.echo(traceback.format_exc(), err=True)
+            click.echo(printable(traceback.format_exc()), err=True)
         if isinstance(error, BytecheckpointError):
             click.echo(f"bcp: {printable(error)}", err=True)
         else:

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from ..errors import without_userinfo
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIME_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 _WIDTH_WITHOUT_TERMINAL = 1000  # columns, so that nothing is truncated
@@ -41,13 +43,16 @@ def age_text(time: str) -> str:
 
 
 def printable(text: object) -> str:
-    """Escape control characters: names come from untrusted files and must not control the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(text))
+    """Escape control characters: names come from untrusted files and must not control the terminal. Hide passwords."""
+    shown = without_userinfo(str(text))
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in shown)
 
 
 def plain(value: Any) -> Any:
-    """Convert a stored value to JSON types; values that JSON cannot represent become their ``repr``."""
-    if value is None or isinstance(value, (bool, int, str)):
+    """Convert a value to JSON types; values that JSON cannot represent become their ``repr``. Hide passwords."""
+    if isinstance(value, str):
+        return without_userinfo(value)
+    if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)

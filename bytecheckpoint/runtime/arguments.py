@@ -123,7 +123,8 @@ def _mapping(name: str, value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise UsageError(f"{name} must be a mapping, not {value!r}")
+        # Its text may contain credentials.
+        raise UsageError(f"{name} must be a mapping, not of type {type(value).__name__}")
     return {key: _own(item) for key, item in value.items()}
 
 

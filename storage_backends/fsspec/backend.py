@@ -50,7 +50,7 @@ from ..base import Conditions, IncompleteUpload, ObjectStat
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_prefix, is_object_key
 from ..posix import map_os_error
 from ..remote.backend import Condition, Found, RemoteBackend
-from ..remote.failures import Failure, Meaning, OutOfRangeError, common_failure
+from ..remote.failures import Failure, Meaning, OutOfRangeError, Secrets, common_failure
 from ..remote.parts import Upload, part_bytes_for
 from ..remote.session import EndpointSession, Request
 from .connection import Connection, connect, flush_to_device, reject_caches, temporary_path
@@ -129,7 +129,7 @@ class FsspecBackend(RemoteBackend[EndpointSession]):
         """
         super().__init__(url)
         self._options, self._pid = options, os.getpid()
-        self._retries = EndpointSession(explain, repeats=False)
+        self._retries = EndpointSession(explain, repeats=False, secrets=Secrets(url, options))
         self._idle: list[Connection] = []
         self._abandoned: list[Connection] = []
         reject_caches(url)

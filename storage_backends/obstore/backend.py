@@ -28,7 +28,7 @@ from ...errors import KeyChangedError, StorageError, without_userinfo
 from ..base import Conditions, ObjectStat
 from ..keys import check_children_prefix, check_prefix, is_object_key
 from ..remote.backend import Condition, Found, RemoteBackend
-from ..remote.failures import Failure, Meaning, ShortReplyError, common_failure
+from ..remote.failures import Failure, Meaning, Secrets, ShortReplyError, common_failure
 from ..remote.parts import PARTS_IN_FLIGHT, Upload, part_bytes_for
 from ..remote.session import EndpointSession, Request, Sessions
 from .roots import SCHEMES, StoreRoot
@@ -78,6 +78,10 @@ def _meaning(error: BaseException, text: str, status: int) -> Meaning:
     return Meaning.UNANSWERED if isinstance(error, GenericError) and not status else Meaning.OTHER
 
 
+def _secrets_of(store_root: StoreRoot) -> Secrets:
+    return Secrets(options={**store_root.config, **store_root.client_options})
+
+
 class ObstoreClient(EndpointSession):
     """The connection to one container. obstore repeats the requests of uploads and listings, the session all others.
 
@@ -88,7 +92,7 @@ class ObstoreClient(EndpointSession):
     """
 
     def __init__(self, store_root: StoreRoot, deadline_s: float) -> None:
-        super().__init__(explain)
+        super().__init__(explain, secrets=_secrets_of(store_root))
         self.version_field = "version" if store_root.store == "GCSStore" else "e_tag"
         try_s = min(deadline_s, max(_LEAST_TRY_S, deadline_s / _TRIES))
 
@@ -224,8 +228,10 @@ class ObstoreBackend(RemoteBackend[ObstoreClient]):
         options = (store_root.store, store_root.container, store_root.config, store_root.client_options, deadline_s)
         try:
             return _sessions.find(lambda: ObstoreClient(store_root, deadline_s), *options)
-        except Exception as error:
-            raise StorageError(f"opening {self.display_url}: {explain(error).text}") from error
+        except Exception as error:  # noqa: BLE001 - what it shows may be a secret
+            secrets = _secrets_of(store_root)
+            text = f"opening {self.display_url}: {secrets.hide(explain(error).text)}"
+            raise StorageError(text) from secrets.hide_in(error)
 
 
 class _ObstoreUpload(Upload):

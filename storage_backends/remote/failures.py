@@ -1,11 +1,93 @@
-"""What the errors of requests mean. Every client library has its own errors; each backend maps them to these."""
+"""What the errors of requests mean. Every client library has its own errors; each backend maps them to these.
+
+Their texts may repeat credentials, which messages and tracebacks must not show (``Secrets``).
+"""
 
 from __future__ import annotations
 
+import base64
+import os
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
+from urllib.parse import quote, unquote
 
-from ...errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError, StorageFullError
+from ...errors import (
+    AccessDeniedError,
+    KeyExistsError,
+    KeyNotFoundError,
+    StorageError,
+    StorageFullError,
+    without_userinfo,
+)
+
+_USERINFO = re.compile(r"://([^/\s@:]*):([^/\s]*)@")
+_SECRET_NAME = re.compile(
+    r"secret|token|passw|key|credential|sas|signature|authorization|connection_string|header", re.IGNORECASE
+)
+_SECRET_VARIABLE = re.compile(r"SECRET|TOKEN|PASSW|_KEY\b|_KEY_|CREDENTIAL")
+_SHORTEST_SECRET = 4  # to hide shorter ones would make texts unreadable
+_HIDDEN = "***"
+
+
+class Secrets:
+    """The credentials with which a store was opened, and those in the environment, to be hidden in texts."""
+
+    def __init__(self, url: str = "", options: Mapping[str, Any] | None = None) -> None:
+        self._given = {form for one in _passwords(url) for form in _forms(one)}
+        self._given |= {form for one in _options(options or {}) for form in _forms(one)}
+
+    def hide(self, text: str) -> str:
+        """Return a text without them."""
+        shown = without_userinfo(text)
+        named = (value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and "/" not in value[:1])
+        for secret in sorted({*self._given, *named}, key=len, reverse=True):
+            if len(secret) >= _SHORTEST_SECRET:
+                shown = shown.replace(secret, _HIDDEN)
+        return shown
+
+    def hide_in(self, error: BaseException) -> BaseException:
+        """Return the error; if it, or what it was raised from, shows one of them, another error with its text alone.
+
+        Tracebacks show them, and errors of client libraries keep them in other attributes.
+        """
+        chain: list[BaseException] = [error]
+        for one in chain:
+            if self.hide(f"{one!r} {one}") != f"{one!r} {one}":
+                return Exception(self.hide(f"{type(error).__name__}: {error}"))
+            following = (one.__cause__, one.__context__)
+            chain += [other for other in following if other is not None and other not in chain]
+        return error
+
+
+def _passwords(text: str) -> Iterator[str]:
+    for user, password in _USERINFO.findall(text):
+        yield password
+        yield f"{unquote(user)}:{unquote(password)}"
+
+
+def _options(value: Any, *, is_secret: bool = False) -> Iterator[str]:
+    """Yield the secrets in options: those with the name of one, and passwords in URLs."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _options(one, is_secret=is_secret or bool(_SECRET_NAME.search(str(name))))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _options(one, is_secret=is_secret)
+    elif isinstance(value, (str, bytes)):
+        text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+        yield from _passwords(text)
+        if is_secret:
+            yield text
+            yield from (part.partition("=")[2] for part in text.split(";"))  # of a connection string
+
+
+def _forms(secret: str) -> set[str]:
+    """Return the forms in which a client library may repeat a secret."""
+    encoded = base64.b64encode(secret.encode()).decode()
+    return {secret, unquote(secret), quote(secret), quote(secret, safe=""), repr(secret)[1:-1], encoded}
 
 
 class Meaning(Enum):

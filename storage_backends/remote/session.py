@@ -18,14 +18,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fsspec.asyn import get_loop
 from fsspec.utils import tokenize
 
-from ...errors import StorageError, UnansweredError, hide_userinfo
-from .failures import Failure, Meaning, storage_error
+from ...errors import StorageError, UnansweredError
+from .failures import Failure, Meaning, Secrets, storage_error
 
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound="EndpointSession")
@@ -71,13 +71,21 @@ class EndpointSession:
     """Sends requests of one endpoint until they succeed. Its coroutines run on fsspec's event loop.
 
     ``explain`` returns what an error means. If not ``repeats``, every request is sent once, and has the whole deadline.
+    No message shows ``secrets``.
     """
 
-    def __init__(self, explain: Callable[[BaseException], Failure], *, repeats: bool = True) -> None:
-        self.explain, self._repeats = explain, repeats
+    def __init__(
+        self, explain: Callable[[BaseException], Failure], *, repeats: bool = True, secrets: Secrets | None = None
+    ) -> None:
+        self._explain, self._repeats, self._secrets = explain, repeats, secrets or Secrets()
         self._seconds_per_byte: dict[str, deque[float]] = {}
         self._has_answered = False
         self._sent = self._hedged = 0
+
+    def explain(self, error: BaseException) -> Failure:
+        """Return what an error means, without secrets."""
+        found = self._explain(error)
+        return replace(found, text=self._secrets.hide(found.text))
 
     def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Start a coroutine."""
@@ -91,8 +99,8 @@ class EndpointSession:
             return future.result()
         except StorageError:
             raise
-        except Exception as error:
-            raise self.error(error, action) from error
+        except Exception as error:  # noqa: BLE001 - what it shows may be a secret
+            raise self.error(error, action) from self._secrets.hide_in(error)
         except BaseException:
             if future is not None:
                 future.cancel()
@@ -104,7 +112,6 @@ class EndpointSession:
             return error
         if isinstance(error, CancelledError):
             return StorageError(f"{action}: it was aborted")
-        hide_userinfo(error)
         failure = self.explain(error)
         found = storage_error(failure, action, is_put=True)
         # A client that repeats requests itself may give up just before the deadline.
@@ -121,26 +128,26 @@ class EndpointSession:
         begun = time.monotonic()
         end = begun + request.deadline_s
         pause, limit, tries, is_open = _FIRST_PAUSE_S, self._limit(request), 0, False
-        cause: tuple[Exception, str] | None = None
+        cause: tuple[BaseException, str] | None = None
         while True:
             tries += 1
             try:
                 result = await self._send_once(request, send, min(limit, end - time.monotonic()))
             except StorageError:
                 raise
-            except Exception as error:
-                hide_userinfo(error)
+            except Exception as error:  # noqa: BLE001 - what it shows may be a secret
                 found = self.explain(error)
+                shown = self._secrets.hide_in(error)
                 is_unanswered = found.meaning is Meaning.UNANSWERED
                 self._has_answered |= not is_unanswered
                 is_open |= request.kind == "put" and is_unanswered
                 left = end - time.monotonic()
                 if not found.is_repeatable:
                     if is_open and found.meaning is Meaning.DENIED:
-                        raise UnansweredError(f"{request.action}: {found.text}, after a try without reply") from error
-                    raise storage_error(found, request.action, is_put=request.kind == "put") from error
+                        raise UnansweredError(f"{request.action}: {found.text}, after a try without reply") from shown
+                    raise storage_error(found, request.action, is_put=request.kind == "put") from shown
                 # The last try may have had little time left, which says less than what the store replied before.
-                cause = (error, found.text) if cause is None or not isinstance(error, TimeoutError) else cause
+                cause = (shown, found.text) if cause is None or not isinstance(error, TimeoutError) else cause
                 wait_s = random.uniform(pause / 2, pause)
                 is_lost = not self._has_answered and tries >= _TRIES_OF_UNKNOWN_ENDPOINT
                 if is_lost or left <= wait_s or not self._repeats:

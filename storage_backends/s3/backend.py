@@ -14,7 +14,7 @@ from ...errors import StorageError
 from ..base import Conditions, IncompleteUpload, ObjectStat, PartWriter
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
 from ..remote.backend import SINGLE_PUT_BYTES, Condition, Found, RemoteBackend, content_range
-from ..remote.failures import ShortReplyError
+from ..remote.failures import Secrets, ShortReplyError
 from .client import MARK, Body, PutRules, S3Client, body_of, client_for
 from .replies import explain
 from .uploads import S3PartWriter, S3Upload, end_upload
@@ -168,8 +168,10 @@ class S3Backend(RemoteBackend[S3Client]):
     def _session(self) -> S3Client:
         try:
             return client_for(self._options)
-        except Exception as error:
-            raise StorageError(f"opening {self.display_url}: {explain(error).text}") from error
+        except Exception as error:  # noqa: BLE001 - what it shows may be a secret
+            secrets = Secrets(options=self._options)
+            text = f"opening {self.display_url}: {secrets.hide(explain(error).text)}"
+            raise StorageError(text) from secrets.hide_in(error)
 
     def _address(self, client: S3Client, key: str) -> dict[str, str]:
         bucket, root = client.split(self._url)

@@ -27,7 +27,7 @@ from botocore.utils import get_environ_proxies
 
 from ...errors import without_userinfo
 from ..base import Conditions
-from ..remote.failures import Meaning, ShortReplyError
+from ..remote.failures import Meaning, Secrets, ShortReplyError
 from ..remote.session import EndpointSession, Request, Sessions
 from ..remote.transport import Connections, Reply
 from .replies import code_of, explain, is_missing
@@ -184,7 +184,7 @@ class S3Client(EndpointSession):
     """Sends requests through s3fs's own client. Thread-safe; unusable in a forked child."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__(explain)
+        super().__init__(explain, secrets=Secrets(options=options))
         config = {
             "retries": {"mode": "standard", "total_max_attempts": 1},
             "max_pool_connections": _CONNECTIONS,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import logging
+import os
+import pickle
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from click.testing import CliRunner
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
 from s3_faults import fault_proxy
 
 import bytecheckpoint as bcp
@@ -21,6 +27,7 @@ from bytecheckpoint.control.failure import FailureRecord
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.errors import BytecheckpointError, RankFailedError, StorageError
 from bytecheckpoint.storage_backends.memory import MemoryBackend
+from bytecheckpoint.telemetry import TraceFiles
 from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
 
 SECRETS = ("hunter2", "p@ssw0rd", "sessiontoken123")
@@ -162,3 +169,175 @@ def test_the_report_of_another_librarys_error() -> None:
     assert "***@host/x" in record.message
     assert "***@host/y" in record.traceback_text
     assert "hunter2" not in f"{record} {record.rank_failed()} {record.rank_failed().traceback_text}"
+
+
+# -- one secret in every place ----------------------------------------------------------------------------------------
+
+PASSWORD, IN_URL = "Tr0ub4dor&3/x", "Tr0ub4dor%263%2Fx"
+ELSEWHERE = {
+    "secret": "option-secret-1",
+    "headers": {"X-Auth": "header-value-2"},
+    "client_kwargs": {"aws_session_token": "nested-token-3", "proxies": ["http://me:proxy-password-4@proxy:1"]},
+    "connection_string": "AccountKey=connection-string-5",
+}
+VARIABLES = {"AWS_SECRET_ACCESS_KEY": "variable-6", "BYTECHECKPOINT_KEY": "variable-of-the-job-7"}
+BASIC = base64.b64encode(f"user:{PASSWORD}".encode()).decode()
+OPTIONS = ("option-secret-1", "header-value-2", "nested-token-3", "proxy-password-4", "connection-string-5")
+EVERY = (PASSWORD, IN_URL, BASIC, *OPTIONS, *VARIABLES.values())
+URL = f"talkative://user:{IN_URL}@runs/7b/step-1"
+
+
+class ClientError(Exception):
+    """Keeps what it shows in another attribute."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class TalkativeFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """Keeps files in this process, and shows all credentials in its errors."""
+
+    protocol = "talkative"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+    fault = ""
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol("memory://" + path.rpartition("@")[2])  # type: ignore[no-any-return]
+
+    def _fail(self) -> None:
+        given = [PASSWORD, IN_URL, BASIC, self.storage_options, URL, f"user:{PASSWORD}@runs", *VARIABLES.values()]
+        given += [str(self.storage_options.get("connection_string")).partition("=")[2]]
+        text = f"cannot log in with {' or '.join(map(str, given))}"
+        if self.fault == "its own error":
+            raise ClientError(text)
+        if self.fault == "errors of the system":
+            raise PermissionError(13, text, text)
+        if self.fault == "a chain":
+            try:
+                raise KeyError(text)
+            except KeyError as error:
+                raise ConnectionError("see above") from error
+
+    def _open(self, *arguments: Any, **options: Any) -> Any:
+        self._fail()
+        return super()._open(*arguments, **options)
+
+    def info(self, *arguments: Any, **options: Any) -> Any:
+        self._fail()
+        return super().info(*arguments, **options)
+
+    def ls(self, *arguments: Any, **options: Any) -> Any:
+        self._fail()
+        return super().ls(*arguments, **options)
+
+    def mv(self, *arguments: Any, **options: Any) -> Any:
+        self._fail()
+        return super().mv(*arguments, **options)
+
+    def cat_file(self, *arguments: Any, **options: Any) -> Any:
+        self._fail()
+        return super().cat_file(*arguments, **options)
+
+
+@pytest.fixture
+def talkative(monkeypatch: pytest.MonkeyPatch) -> type[TalkativeFileSystem]:
+    fsspec.register_implementation("talkative", TalkativeFileSystem, clobber=True)
+    monkeypatch.setitem(known_implementations, "talkative", {"class": "TalkativeFileSystem"})
+    monkeypatch.setattr(TalkativeFileSystem, "store", {})
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    return TalkativeFileSystem
+
+
+def _texts_of(value: object) -> Iterator[str]:
+    """Everything that a caller may print, log or send of a value or an error."""
+    yield f"{value} {value!r}"
+    if isinstance(value, BaseException):
+        yield "".join(traceback.format_exception(value))
+        yield "".join(traceback.TracebackException.from_exception(value).format())
+        yield pickle.dumps(value).decode("latin-1")
+        yield repr(vars(value))
+        record = FailureRecord.from_exception(value, "write", PeerIdentity.of_this_process(0))
+        yield f"{record} {record.error()} {record.rank_failed()!r}"
+    if isinstance(value, (bcp.SaveHandle, bcp.Checkpoint)):
+        yield repr(value.stats if isinstance(value, bcp.Checkpoint) else value.timings)
+
+
+def _uses(folder: Path) -> Iterator[Callable[[], object]]:
+    options = {"storage_options": ELSEWHERE}
+    place = bcp.Location(URL, **options)
+    staged = bcp.Location(URL, tier=bcp.Tier(folder / "tier"), **options)
+    yield lambda: _save(URL, ELSEWHERE)
+    yield lambda: _save_later(URL, ELSEWHERE)
+    yield lambda: _load(URL, ELSEWHERE)
+    yield lambda: bcp.open(URL, **options)
+    yield lambda: bcp.open(place)["model.nothing"]
+    yield lambda: bcp.open(place).verify()
+    yield lambda: bcp.load(place, {"model": {"other": torch.ones(1)}})
+    yield lambda: bcp.latest(URL.rpartition("/")[0], **options)
+    yield lambda: place
+    yield lambda: staged
+    yield lambda: place.open()
+    yield lambda: _manage(URL.rpartition("/")[0], ELSEWHERE)
+    yield lambda: bcp.save(staged, _state(), options=bcp.SaveOptions(deadline_s=1)).uploaded()
+    yield lambda: bcp.save(place, _state(), options=bcp.SaveOptions(deadline_s=1, base=f"{URL}-base"))
+    yield lambda: bcp.save(f"{URL}\0", _state(), **options)
+    yield lambda: bcp.save(URL, _state(), storage_options={**ELSEWHERE, "unknown": object()})
+    yield lambda: bcp.Location(URL, storage_options=[*ELSEWHERE.values()])  # type: ignore[arg-type]
+
+
+def _command_lines(folder: Path) -> Iterator[list[str]]:
+    options = ["-o", "secret=option-secret-1", "-o", "connection_string=AccountKey=connection-string-5"]
+    root = URL.rpartition("/")[0]
+    for words in (
+        *(["ls", root], ["ls", root, "--incomplete"], ["latest", root], ["inspect", URL], ["verify", URL]),
+        *(["show", URL, "model"], ["diff", URL, f"{URL}-other"], ["copy", URL, str(folder / "copy")]),
+        *(
+            ["export", URL, str(folder / "export")],
+            ["upload", URL],
+            ["rm", f"{URL}-other", "--yes"],
+            ["rm", URL, "--yes"],
+        ),
+    ):
+        yield [*words, *options]
+        yield [*words, *options, "--json"]
+
+
+@pytest.mark.parametrize("fault", ["", "its own error", "errors of the system", "a chain"])
+def test_secrets_of_every_place_appear_in_no_text(
+    talkative: type[TalkativeFileSystem], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture, fault: str,
+) -> None:  # fmt: skip
+    """In a URL, in options and in the environment, where a client library repeats all of it in its errors."""
+    caplog.set_level(logging.DEBUG, "bytecheckpoint")
+    _save(URL, ELSEWHERE)
+    monkeypatch.setattr(talkative, "fault", fault)
+    seen: list[str] = []
+    failed = 0
+    with TraceFiles(tmp_path / "trace"):
+        for use in _uses(tmp_path):
+            try:
+                seen += _texts_of(use())
+            except BytecheckpointError as error:
+                seen += _texts_of(error)
+                failed += 1
+    for words in _command_lines(tmp_path):
+        result = CliRunner().invoke(cli, words)
+        seen.append(f"{result.output} {result.exception!r}")
+    formatter = logging.Formatter()  # with tracebacks
+    seen += [formatter.format(one) for one in caplog.records if one.name.startswith("bytecheckpoint")]
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    written += [path for path in Path(os.environ["XDG_STATE_HOME"]).rglob("*") if path.is_file()]
+    seen += [f"{path} {path.read_bytes().decode('latin-1')}" for path in written]
+    seen += [f"{name} {file.getvalue().decode('latin-1')}" for name, file in talkative.store.items()]
+    assert failed > (10 if fault else 2)
+    assert any("trace" in text for text in map(str, written))
+    for secret in EVERY:
+        for text in seen:
+            assert secret not in text, text[max(0, text.index(secret) - 2000) :][:4000]
