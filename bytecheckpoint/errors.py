@@ -118,9 +118,11 @@ class BytecheckpointError(Exception):
     Attributes:
         may_have_committed: Whether a save that raised this error may have committed its checkpoint. If it is False,
             the checkpoint is certainly not committed, and it is safe to clean up and to save again.
+        engine: The name of the inference engine that caused the error; empty if none did.
     """
 
     may_have_committed: ClassVar[bool] = False
+    engine: str = ""
 
     def __init__(self, *args: object) -> None:
         """Create an error. Its message does not show the user and password of URLs in ``args``."""

@@ -106,10 +106,15 @@ class Exclusion:
         self._unused.difference_update(found)
         return bool(found)
 
+    @property
+    def unused(self) -> list[str]:
+        """The patterns that have matched nothing."""
+        return sorted(self._unused)
+
     def require_matches(self, url: str, names: Iterable[str]) -> None:
         """Raise ``MismatchError`` if a pattern has matched nothing. ``names`` are suggested."""
         if self._unused:
-            similar, unused = SimilarNames(names), sorted(self._unused)
+            similar, unused = SimilarNames(names), self.unused
             lines = [f"  {pattern}{similar.nearest(pattern)}" for pattern in unused]
             head = f"{url}: exclude has patterns that match nothing; nothing was written:"
             raise MismatchError("\n".join([head, *lines]), [("pattern", pattern, "exclude") for pattern in unused])

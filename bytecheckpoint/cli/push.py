@@ -51,6 +51,8 @@ class _PushOptions:
     rename: Mapping[str, str] | None
     pause: PauseMode
     adapter: str | None
+    exclude: tuple[str, ...]
+    quorum: int | None
     group: GroupBackend | None
     cuda_ipc: bool
     protocol: str | None
@@ -63,9 +65,10 @@ class _PushOptions:
 
     def check_engine(self) -> None:
         """Raise ``click.UsageError`` for options that do not apply to weights that an engine sends."""
-        if self.rename or self.adapter is not None or self.group is not None or self.cuda_ipc:
+        if self.rename or self.exclude or self.adapter is not None or self.group is not None or self.cuda_ipc:
             raise click.UsageError(
-                "--rename, --adapter, --group and --cuda-ipc apply to checkpoints; an engine sends what it received"
+                "--rename, --exclude, --adapter, --group and --cuda-ipc apply to checkpoints; an engine sends what it "
+                "received"
             )
 
     def engine(self, url: str) -> Engine:
@@ -75,13 +78,15 @@ class _PushOptions:
     def pusher(self, urls: Sequence[str], adapter: Mapping[str, Any] | None = None) -> Pusher:
         """Return the pusher to the engines at these addresses; ``adapter`` is the configuration of an adapter."""
         engines = [self._target(url, adapter) for url in urls]
-        return Pusher(engines, deadline_s=self.deadline_s, group=self.group, cuda_ipc=self.cuda_ipc)
+        options: dict[str, Any] = {"quorum": self.quorum, "group": self.group, "cuda_ipc": self.cuda_ipc}
+        return Pusher(engines, deadline_s=self.deadline_s, **options)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of every ``Pusher.push``."""
         return {
             "section": self.section,
             "rename": self.rename,
+            "exclude": self.exclude,
             "strict": not self.partial,
             "check_finite": not self.allow_nonfinite,
         }
@@ -122,7 +127,7 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
     cls=DependentOption,
     excludes=(
         *("--to", "--watch", "--version", "--section", "--rename", "--pause", "--adapter", "--group", "--cuda-ipc"),
-        *("--protocol", "--allow-nonfinite", "--partial"),
+        *("--protocol", "--allow-nonfinite", "--partial", "--exclude", "--quorum"),
     ),
     multiple=True,
     metavar="URL",
@@ -137,6 +142,8 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 )
 @click.option("--section", default="model", show_default=True, help="The section of the checkpoint.")
 @rename_option
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Tensors that the engines lack. Repeatable.")
+@click.option("--quorum", type=click.IntRange(1), help="How many engines must take the weights, by default all.")
 @click.option(
     "--pause",
     type=click.Choice(["wait", "abort", "keep"]),
@@ -307,24 +314,26 @@ class _Following:
     def __init__(self, out: Output, pusher: Pusher, push: _PushOptions) -> None:
         self._out, self._pusher, self._push = out, pusher, push
         self._last: Checkpoint | None = None  # unless it can never be pushed
-        self._has_failed = False
+        self._reached = 0  # engines that took it
         self._looked = 0.0
 
     def push(self, checkpoint: Checkpoint) -> None:
         """Push a checkpoint. If it is damaged, was removed, or has values that are not finite, the next one follows."""
-        self._last, self._has_failed = checkpoint, False
+        self._last, self._reached = checkpoint, 0
         try:
             report = self._pusher.push(checkpoint, **self._push.arguments())
         except BytecheckpointError as error:
             is_misuse = isinstance(error, (MismatchError, NameNotFoundError, UsageError))
             if is_misuse and not isinstance(error, StateError):
                 raise  # the next one would fail too
-            self._has_failed = isinstance(error, (EngineError, DeadlineError))
-            self._last = checkpoint if self._has_failed else None
-            then = f"; trying again every {_LOOK_S:g} s" if self._has_failed else ""
+            may_pass = isinstance(error, (EngineError, DeadlineError))
+            self._last = checkpoint if may_pass else None
+            then = f"; trying again every {_LOOK_S:g} s" if may_pass else ""
             click.echo(f"bcp: step {checkpoint.step} was not pushed{then}: {printable(str(error))}", err=True)
         else:
+            self._reached = len({worker.engine for worker in report.workers} - report.failed.keys())
             self._out.document({"source": checkpoint.url, **report.plain(), "total_s": report.total_s})
+            _warn(report)
             self._out.line(f"the engines serve version {report.version} after {report.total_s:.2f} s")
         self._looked = time.monotonic()
 
@@ -338,11 +347,11 @@ class _Following:
 
     def _is_needed(self) -> bool:
         try:
-            workers = [worker for engine in self._pusher.state() for worker in engine]
+            answering = [engine for engine in self._pusher.state() if engine]
         except BytecheckpointError:
-            self._has_failed = True  # an engine is down
+            self._reached = 0  # an engine is down, and gets it again
             return False
-        return self._has_failed or any(worker["version"] is None for worker in workers)
+        return len(answering) > self._reached or any(one["version"] is None for engine in answering for one in engine)
 
 
 def _resume(out: Output, engines: list[Engine], deadline_s: float) -> None:
@@ -354,7 +363,13 @@ def _resume(out: Output, engines: list[Engine], deadline_s: float) -> None:
         out.line(f"{name} serves {'what it started with' if version is None else f'version {version}'}")
 
 
+def _warn(report: PushReport) -> None:
+    for engine, text in report.failed.items():
+        click.echo(f"bcp: {engine} was left out: {printable(text)}", err=True)
+
+
 def _show(out: Output, report: PushReport) -> None:
+    _warn(report)
     rows = [
         (one.engine, one.worker, one.host, *map(size_text, (one.requested, one.sent, one.unchanged + one.kept)))
         for one in report.workers

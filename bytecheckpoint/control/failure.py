@@ -39,6 +39,7 @@ class FailureRecord:
     faults: list[list[str]] = field(default_factory=list)
     text: str = ""
     about: str = ""
+    engine: str = ""
 
     @classmethod
     def from_exception(cls, error: BaseException, phase: str, here: PeerIdentity) -> FailureRecord:
@@ -59,6 +60,7 @@ class FailureRecord:
             traceback_text=shorten(traceback_text_of(error), _TRACEBACK_LIMIT_CHARACTERS),
             raised_as=raised_as,
             faults=faults_of(error),
+            engine=getattr(error, "engine", ""),
         )
 
     @classmethod
@@ -117,7 +119,7 @@ class FailureRecord:
         if self.raised_as == RankFailedError.__name__:
             return cause
         raised = library_error(self.raised_as, self.message, self.faults)
-        raised.__cause__ = cause
+        raised.__cause__, raised.engine = cause, self.engine
         return raised
 
 

@@ -194,6 +194,17 @@ def test_all_workers_roll_back_when_one_fails_half_way(engine: ToyEngine, worker
         _assert_serves(engine, 3)
 
 
+def test_a_damaged_chunk_that_is_served_is_sent_by_the_next_push(engine: ToyEngine) -> None:
+    engine.fault(1, "damage", 1000)
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
+        with pytest.raises(CorruptionError, match="push it again"):
+            pusher.push(ToyTrainee(1), version=2)
+        report = pusher.push(ToyTrainee(1), version=2)
+        assert report.workers[1].sent > 0
+        assert pusher.state()[0][1]["intact"]
+    _assert_serves(engine, 1)
+
+
 def test_all_engines_roll_back_when_one_fails(engine: ToyEngine) -> None:
     with toy_engine(2) as other:
         _push(other, 1)

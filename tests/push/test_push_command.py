@@ -73,7 +73,7 @@ def test_from_an_engine_into_two_others(engine: ToyEngine, tmp_path: Path) -> No
         assert "the engines serve version nine" in done.output
     done = CliRunner().invoke(cli, ["push", engine.url, "--to", engine.url, "--rename", "model.a=model.b"])
     assert done.exit_code == 2
-    assert "--rename, --adapter, --group and --cuda-ipc apply to checkpoints" in done.stderr
+    assert "--rename, --exclude, --adapter, --group and --cuda-ipc apply to checkpoints" in done.stderr
     done = CliRunner().invoke(cli, ["push", "http://127.0.0.1:9", "--to", engine.url])
     assert done.exit_code == 6
     assert "http://127.0.0.1:9/collective_rpc cannot be reached" in done.stderr
@@ -248,9 +248,11 @@ class _Relay:
         source.close()
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
 def test_engines_that_are_down_or_restart_get_the_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also one beyond a quorum."""
     monkeypatch.setattr(push_module, "_POLL_S", 0.1)
     monkeypatch.setattr(push_module, "_LOOK_S", 0.2)
     stop, tried = threading.Event(), threading.Event()
@@ -266,10 +268,12 @@ def test_engines_that_are_down_or_restart_get_the_last_checkpoint(
     relay = _Relay()
     command = ["push", "--watch", str(tmp_path), "--to", relay.url, "--deadline", str(time_limit(10))]
     try:
-        with toy_engine(2) as first, toy_engine(2) as restarted, ThreadPoolExecutor(1) as thread:
+        with toy_engine(2) as first, toy_engine(2) as restarted, toy_engine(1) as up, ThreadPoolExecutor(1) as thread:
+            command += [] if is_alone else ["--to", up.url, "--quorum", "1"]
             following = thread.submit(CliRunner().invoke, cli, command)
             try:
                 assert tried.wait(time_limit(60))
+                assert is_alone or up.look()["digests"] == expected_digests(31, 1)
                 for engine in (first, restarted):
                     relay.engine = engine
                     until(lambda engine=engine: engine.look()["digests"] == expected_digests(31, 2), "it is served")
@@ -279,5 +283,5 @@ def test_engines_that_are_down_or_restart_get_the_last_checkpoint(
     finally:
         relay.close()
     assert done.exit_code == 0, done.output
-    assert done.output.count("the engines serve version 1 ") == 2
-    assert "trying again every" in done.stderr
+    assert done.output.count("the engines serve version 1 ") == (2 if is_alone else 3)
+    assert ("trying again every" if is_alone else "was left out") in done.stderr

@@ -4,6 +4,7 @@ vLLM's; with vLLM itself, see test_vllm_async, test_vllm_replicas and test_vllm_
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
-from bytecheckpoint.errors import EngineError, UsageError
+from bytecheckpoint.errors import DeadlineError, EngineError, UsageError
 from bytecheckpoint.inference.push import LocalEngine, Pusher, RpcEngine
 from bytecheckpoint.inference.push.engines import rpc
 from bytecheckpoint.inference.push.engines.answers import REPLICATED, post_answer
@@ -102,3 +103,13 @@ def test_the_loop_of_an_engine_must_run() -> None:
 
     with pytest.raises(UsageError, match=r"asyncio\.to_thread"):
         asyncio.run(push())
+
+
+def test_requests_that_do_not_end() -> None:
+    ended = threading.Event()
+    engine = RpcEngine(lambda *_, **__: ended.wait(), name="the actor", pause="wait")
+    try:
+        with pytest.raises(DeadlineError, match=r"did not pause within .* its running requests have not ended"):
+            engine.pause(0.05)
+    finally:
+        ended.set()

@@ -29,6 +29,7 @@ from .writing import SenderResult
 
 _SLOWEST_BYTES_S = 50e6  # no working worker loads slower; other checks detect a stalled one
 _CLEANUP_S, _LATE_S = 5.0, 0.5
+_ANSWER_SHARE = 0.3  # of the deadline, after which an engine that has not answered is left out
 
 _log = logging.getLogger(__name__)
 
@@ -46,10 +47,14 @@ class PushCoordinator:
         chunk_bytes: int,
         memory_bytes: int | None,
         deadline_s: float,
+        quorum: int | None = None,
         group: GroupBackend | None = None,
         cuda_ipc: bool = False,
     ) -> None:
-        self._engines, self._chunk_bytes = list(engines), chunk_bytes
+        self._given, self._chunk_bytes = list(engines), chunk_bytes
+        self._engines = self._given  # of the current push
+        self._quorum = quorum
+        self._failed: dict[str, str] = {}  # engines that the quorum allows to leave out, and why
         self._memory_bytes, self.deadline_s = memory_bytes, deadline_s
         self._fingerprints: list[bytes] = []
         self._held: dict[str, list[Holding]] = {}
@@ -66,6 +71,37 @@ class PushCoordinator:
         self.finite = True  # whether senders check values
         self.bound: BoundPlan
         self.assignments: Assignments
+
+    def set_engines(self, engines: Sequence[Engine]) -> None:
+        self._given = list(engines)
+        self._choose(self._given)
+
+    def choose_engines(self) -> None:
+        """Leave out engines that do not answer, as far as the quorum allows."""
+        self._failed = {}
+        answering = self._given
+        if self._quorum is not None:
+            budget = Budget(_ANSWER_SHARE * self.deadline_s)
+            errors = self._on_all(lambda engine: _error_of(engine, budget), self._given)
+            self._leave_out([error for error in errors if error is not None])
+            answering = [engine for engine, error in zip(self._given, errors, strict=True) if error is None]
+        self._choose(answering)
+
+    def _choose(self, engines: Sequence[Engine]) -> None:
+        if engines != self._engines:
+            self._requests.clear()
+        self._engines = list(engines)
+
+    def _leave_out(self, errors: Sequence[BytecheckpointError]) -> None:
+        """Note failed engines. Raises the first cause when too few are left."""
+        failed = self._failed | {error.engine: str(error) for error in errors}
+        if errors and (self._quorum is None or len(self._given) - len(failed) < self._quorum):
+            first = first_cause(errors)
+            first.args = ("\n".join(str(error) for error in (first, *(one for one in errors if one is not first))),)
+            raise first
+        for error in errors:
+            _log.warning("push: %s is left out: %s", error.engine, error)
+        self._failed = failed
 
     def has_sources(self, fingerprints: Sequence[bytes]) -> bool:
         """Return whether the senders' descriptions are those of the last push."""
@@ -222,31 +258,30 @@ class PushCoordinator:
         budget: Budget,
         is_abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Load on all engines, and resume them together. Reverts all when one fails."""
+        """Load on all engines, and resume them together. Reverts all when too few have loaded."""
         failed: list[BytecheckpointError] = []  # in the order of time: later ones may be consequences
 
-        def note(error: BytecheckpointError | None) -> None:
+        def note(commit: EngineCommit, error: BytecheckpointError | None) -> None:
             if error is not None:
+                error.engine = commit.engine.name
                 failed.append(error)
 
         try:
-            self._on_all(lambda commit: note(commit.load(request, budget)), commits)
-            if not failed:
-                self._on_all(lambda commit: note(commit.finish(budget)), commits)
+            self._on_all(lambda commit: note(commit, commit.load(request, budget)), commits)
+            loaded = [commit for commit in commits if commit.is_loaded]
+            if not failed or (self._quorum is not None and len(loaded) >= self._quorum):
+                self._on_all(lambda commit: note(commit, commit.finish(budget)), loaded)
             elif is_abandoned():
                 for commit in commits:
                     commit.abandon()
             else:
-                self._on_all(lambda commit: note(commit.undo(budget)), commits)
+                self._on_all(lambda commit: note(commit, commit.undo(budget)), commits)
         except BaseException:
             is_complete = all(commit.is_loaded for commit in commits)
             for commit in commits:
                 commit.interrupt(budget, is_complete=is_complete, is_alone=len(commits) == 1)
             raise
-        if failed:
-            first = first_cause(failed)
-            first.args = ("\n".join(str(error) for error in (first, *(one for one in failed if one is not first))),)
-            raise first
+        self._leave_out(failed)
 
     def report(self, outcomes: Sequence[SenderResult], version: int | str, seconds: dict[str, float]) -> PushReport:
         nbytes, written = self.assignments.nbytes_by_fate(outcomes, is_broadcast=self._group is not None)
@@ -255,11 +290,24 @@ class PushCoordinator:
             for of, layout, counted in zip(self.bound.workers, self.bound.plan.layouts, nbytes, strict=True)
         ]
         total = sum(meta.nbytes for _, meta in self.table.rows)
-        return PushReport(version, seconds, workers, written, total, self.mode)
+        return PushReport(version, seconds, workers, written, total, self.mode, self._failed)
 
     def finish(self, budget: Budget) -> None:
         """End a stream after all senders have finished."""
         self._ask_all("finish", {}, budget)
+
+    def states(self, budget: Budget) -> list[list[dict[str, Any]]]:
+        """Return the state of each worker of each engine; nothing of one that fails, if there is a quorum."""
+
+        def state(engine: Engine) -> list[dict[str, Any]]:
+            try:
+                return ask(engine, "state", {}, budget.left)
+            except BytecheckpointError:
+                if self._quorum is None:
+                    raise
+                return []
+
+        return self._on_all(state, self._given)
 
     def ask_engines(self, kind: str, budget: Budget) -> list[list[dict[str, Any]]]:
         """Send a request that belongs to no transaction, and return the answers by engine and worker."""
@@ -295,7 +343,7 @@ class PushCoordinator:
     def close(self) -> None:
         if self._rendezvous is not None:
             self._rendezvous.close()
-        for engine in self._engines:
+        for engine in self._given:
             engine.close()
 
     def _ask_all(self, kind: str, message: dict[str, Any], budget: Budget) -> list[dict[str, Any]]:
@@ -305,7 +353,14 @@ class PushCoordinator:
         return [answer for of_engine in answers for answer in of_engine]
 
     def _on_engines(self, function: Callable[[Engine], T]) -> list[T]:
-        return self._on_all(function, self._engines)
+        def call(engine: Engine) -> T:
+            try:
+                return function(engine)
+            except BytecheckpointError as error:
+                error.engine = engine.name
+                raise
+
+        return self._on_all(call, self._engines)
 
     def _on_all(self, function: Callable[[E], T], items: Sequence[E]) -> list[T]:
         """Call ``function`` for all engines, or their commits, at once. Raises the first error after all have
@@ -314,6 +369,16 @@ class PushCoordinator:
             return [function(items[0])]
         with Threads(len(items), thread_name_prefix="bcp-push-engine") as threads:
             return [future.result() for future in [threads.submit(function, item) for item in items]]
+
+
+def _error_of(engine: Engine, budget: Budget) -> BytecheckpointError | None:
+    """Return why an engine does not answer, if it does not."""
+    try:
+        ask(engine, "status", {}, budget.left)
+    except BytecheckpointError as error:
+        error.engine = engine.name
+        return error
+    return None
 
 
 class StreamApply:

@@ -17,6 +17,7 @@ from ...runtime.threads import Threads
 from ...telemetry.trace import Timings
 from .coordinator import PushCoordinator, StreamApply
 from .engines.base import Budget
+from .messages import check_faults
 from .quantizer import Quantizer
 from .report import ProgressReporter, PushReport
 from .sender import Sender
@@ -52,6 +53,7 @@ class Push(ABC):
     def run(self) -> PushReport:
         """Run all stages."""
         with self._stage("describe"):
+            self._lead("push.engines", lambda leader: leader.choose_engines())
             version = self._describe()
         with self._stage("plan"):
             self._lead("push.plan", self._plan)
@@ -86,17 +88,19 @@ class Push(ABC):
     def _send(self, version: int | str, *, is_streamed: bool) -> Sequence[bytes]:
         """Send, and apply a version that is streamed. Returns the packed outcomes of the senders on rank 0."""
 
-    def _exchange_facts(self, fingerprint: bytes, what: str, unmatched: Sequence[str] = ()) -> list[bytes]:
+    def _exchange_facts(
+        self, fingerprint: bytes, what: str, unmatched: Sequence[str] = (), unused: Sequence[str] = ()
+    ) -> list[bytes]:
         """Return the fingerprint of each rank on rank 0. Raises ``StateError`` when ranks push different versions, and
-        ``MismatchError`` if something of a rename is unmatched on all ranks."""
-        own = [fingerprint, what, self.engines, list(unmatched)]
+        ``MismatchError`` if something of a rename is unmatched, or a pattern unused, on all ranks."""
+        own = [fingerprint, what, self.engines, list(unmatched), list(unused)]
         gathered = self.op.gather("push.facts", msgpack.packb(own))
         facts = [msgpack.unpackb(one) for one in gathered or ()]
         with self.op.phase("push.facts"):
             distinct = sorted({pushed for _, pushed, *_ in facts})
             if len(distinct) > 1:
                 raise StateError(f"ranks push different versions: {', '.join(distinct)}")
-            for rank, (*_, engines, _) in enumerate(facts):
+            for rank, (_, _, engines, *_) in enumerate(facts):
                 unknown = [engine for engine in engines if engine not in self.engines]
                 if unknown:
                     raise StateError(
@@ -104,9 +108,14 @@ class Push(ABC):
                         "requests to engines, so pass all of them there. It reaches an engine inside another process "
                         "only as a server (HttpEngine), or by a handle with identity= (RpcEngine)"
                     )
-            useless = sorted(set.intersection(*(set(unmatched) for *_, unmatched in facts))) if facts else []
+            columns = [[set(fact[at]) for fact in facts] for at in (3, 4)]
+            useless, unused = (sorted(set.intersection(*each)) if each else [] for each in columns)
             if useless:
                 raise unmatched_renames("the state of this push", useless)
+            check_faults(
+                "exclude has patterns that match nothing; nothing was sent",
+                [("pattern", pattern, "it matches no full name") for pattern in unused],
+            )
         return [fingerprint for fingerprint, *_ in facts]
 
     def _prepare_engines(self, coordinator: PushCoordinator) -> bool:
@@ -144,7 +153,8 @@ class RankPush(Push):
         assert version is not None
         with op.phase("push.describe"):
             self._source = self.make_source()
-        fingerprints = self._exchange_facts(self._source.fingerprint(), repr(version), self._source.unmatched)
+        source = self._source
+        fingerprints = self._exchange_facts(source.fingerprint(), repr(version), source.unmatched, source.unused)
         if self._share("push.ask", lambda leader: not leader.has_sources(fingerprints)):
             with op.phase("push.sources"):
                 description = self._source.describe()

@@ -35,6 +35,8 @@ class Pusher:
         engines: The engines to push to. Only rank 0 needs them, because only rank 0 sends them requests. Other ranks
             may pass the same ones.
         deadline_s: The limit of each wait, in seconds.
+        quorum: The number of engines that must take a version, by default all. Others that fail, at the beginning of a
+            push or in *apply*, are left out; ``PushReport.failed`` names them, and the next push includes them again.
         memory_bytes: The host memory that a worker may use in addition to its model; by default four fifths of the free
             memory, divided among the workers of the host. With twice the size of its weights, a worker can roll back
             from a version that cannot be applied; with the size of its weights, it cannot. With less, weights are
@@ -50,7 +52,7 @@ class Pusher:
         communicator: The ranks of the job; by default those of the default process group.
 
     Raises:
-        UsageError: ``group`` and ``cuda_ipc`` are both given, or the backend is unknown.
+        UsageError: ``group`` and ``cuda_ipc`` are both given, the backend is unknown, or ``quorum`` is not positive.
         StateError: This process cannot use the backend.
 
     Example:
@@ -66,6 +68,7 @@ class Pusher:
         engines: Engine | Sequence[Engine] | None = None,
         *,
         deadline_s: float = DEFAULT_DEADLINE_S,
+        quorum: int | None = None,
         memory_bytes: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         tcp_only: bool = False,
@@ -77,6 +80,8 @@ class Pusher:
             check_backend(group)
             if cuda_ipc:
                 raise UsageError("a group receives into its own memory; use group or cuda_ipc, not both")
+        if quorum is not None and quorum < 1:
+            raise UsageError(f"quorum is a number of engines, not {quorum}")
         engines = [engines] if isinstance(engines, Engine) else list(engines or ())
         self._deadline_s, self._communicator = deadline_s, communicator
         # Rank 0's wait for an engine ends before the other ranks' wait for rank 0, so that all raise the same cause.
@@ -85,12 +90,22 @@ class Pusher:
             chunk_bytes=chunk_bytes,
             memory_bytes=memory_bytes,
             deadline_s=ENGINE_SHARE * deadline_s,
+            quorum=quorum,
             group=group,
             cuda_ipc=cuda_ipc,
         )
         self._engines, self._uses_devices = [engine.identity for engine in engines], group is not None or cuda_ipc
         self._sender = Sender(ENGINE_SHARE * deadline_s, tcp_only=tcp_only)
         self._version: int | str | None = None
+
+    def set_engines(self, engines: Sequence[Engine]) -> None:
+        """Push to these engines from now on. Ranks that do not pass engines need not call it.
+
+        Args:
+            engines: All engines, also those that stay. The ones that are left out are not closed.
+        """
+        self._coordinator.set_engines(engines)
+        self._engines = [engine.identity for engine in engines]
 
     def push(
         self,
@@ -100,6 +115,7 @@ class Pusher:
         section: str = "model",
         framework: str | None = None,
         rename: Rename | None = None,
+        exclude: Sequence[str] = (),
         strict: bool = True,
         check_finite: bool = True,
         progress: Progress | None = None,
@@ -118,6 +134,8 @@ class Pusher:
             framework: Name of the adapter to use for ``what``; by default it is inferred.
             rename: From full names of the state or checkpoint to those that the engine's model loads, after the name of
                 the section; a mapping or a function, as in ``bytecheckpoint.load``.
+            exclude: Shell patterns of full names, before ``rename``, of tensors that the engines lack, such as
+                ``model.value_head.*``.
             strict: Require that every element of every engine parameter is filled, that an engine uses a tensor
                 completely or not at all, and that an engine that sends has the exact values.
             check_finite: Refuse values that are NaN or infinite, as senders would send them (after a cast). They are
@@ -147,8 +165,8 @@ class Pusher:
                     raise UsageError("rank 0 has no engine to push to; pass the engines to Pusher on rank 0")
                 if self._uses_devices and isinstance(what, Engine):
                     raise StateError("engines cannot send to others over a group or by CUDA IPC; create another Pusher")
-                if rename is not None and isinstance(what, Engine):
-                    raise UsageError("rename= applies to tensors; an engine sends them under the names it received")
+                if (rename is not None or exclude) and isinstance(what, Engine):
+                    raise UsageError("rename= and exclude= apply to tensors; an engine sends what it received")
                 check_arguments({"rename": rename})
                 if version is not None or not isinstance(what, Engine):
                     version = self._named(version, what)
@@ -159,7 +177,7 @@ class Pusher:
                 push: Push = Join(*common, what)
             else:
                 of_rank = partial(source_of, what, section, rank=op.rank, world_size=op.world_size)
-                push = RankPush(*common, partial(of_rank, framework=framework, rename=rename))
+                push = RankPush(*common, partial(of_rank, framework=framework, rename=rename, exclude=exclude))
             report = push.run()
             self._version = report.version
             return report
@@ -170,7 +188,8 @@ class Pusher:
             op.close()
 
     def state(self) -> list[list[dict[str, Any]]]:
-        """Return the state of every worker, by engine and worker. On rank 0 only.
+        """Return the state of every worker, by engine and worker; with a ``quorum``, none of an engine that fails. On
+        rank 0 only.
 
         Returns:
             For each worker a map of ``version`` (None for what it started with, or has loaded without a push),
@@ -182,7 +201,7 @@ class Pusher:
             EngineError: An engine failed.
             DeadlineError: An engine did not answer in time.
         """
-        answers = self._coordinator.ask_engines("state", Budget(self._deadline_s))
+        answers = self._coordinator.states(Budget(self._deadline_s))
         kept = ("version", "inconsistent_reason", "intact", "digest", "bytes", "set_aside")
         return [[{key: answer[key] for key in kept} for answer in of_engine] for of_engine in answers]
 
@@ -235,6 +254,8 @@ class Pusher:
         self._coordinator.close()
 
     def _named(self, version: int | str | None, what: Any) -> int | str:
+        if isinstance(version, int) and not -(2**63) <= version < 2**64:
+            raise UsageError(f"version must fit into 64 bits, unlike {version}; a str may be longer")
         if isinstance(version, (int, str)):
             return version
         if version is not None:

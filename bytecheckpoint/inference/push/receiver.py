@@ -40,6 +40,8 @@ _MAX_RECORDS = 4  # of loads: two kinds of senders, each with and without quanti
 _CHANGES = frozenset({"describe", "prepare", "apply", "stream", "rollback"})  # requests that begin or apply a change
 _PATIENCE = 0.8  # of a sender's deadline: a missing chunk is the cause of missing room, so this worker reports first
 
+_DAMAGED = -1  # equal to no digest, so that the next push sends the chunk
+
 _log = logging.getLogger(__name__)
 
 
@@ -204,6 +206,9 @@ class Receiver:
             version.memory[span].copy_(self._versions.served.memory[span])
         faults = version.faults(digests)
         if faults:
+            for chunk in set(faults).intersection(unchanged):
+                assert self._versions.served is not None
+                self._versions.served.digests[chunk] = _DAMAGED
             names = ", ".join(version.layout.name_of(chunk) for chunk in faults[:5])
             raise CorruptionError(
                 f"{len(faults)} of {len(digests)} chunks of version {message['version']!r} did not arrive as they were "

@@ -80,13 +80,14 @@ class PushReport:
     """What a push did. Every rank gets the same report.
 
     Attributes:
-        version: The version that all engines serve now.
+        version: The version that the engines serve now.
         seconds: Seconds by stage (``describe``, ``plan``, ``prepare``, ``write``, ``verify``, ``apply``, ``stream``).
         workers: A report for each worker of all engines.
         written: Bytes that left each sender: by rank, or by worker where an engine was the source.
         engine_bytes: Bytes of all tensors of the senders, which a broadcast of the model would send to each
             worker.
         mode: How much of the version workers held in memory; see ``memory_bytes`` of ``Pusher``.
+        failed: The engines that do not serve the version, as ``quorum`` of ``Pusher`` allows, and why.
     """
 
     version: int | str
@@ -95,6 +96,7 @@ class PushReport:
     written: list[int]
     engine_bytes: int = field(default=0)
     mode: Literal["double", "streamed"] = "double"
+    failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def total_s(self) -> float:
@@ -124,4 +126,5 @@ class PushReport:
         lines.append(f"  {'worker':<9}{'requested':>16}{'sent':>16}{'unchanged':>16}{'kept':>16}")
         for one in self.workers:
             lines.append(f"  {one.worker:<9}{one.requested:>16,}{one.sent:>16,}{one.unchanged:>16,}{one.kept:>16,}")
+        lines += [f"  left out: {text}" for text in self.failed.values()]
         return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -13,6 +13,7 @@ from torch import nn
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.renaming import NameMap, Rename
+from ...checkpoint.selection import Exclusion
 from ...errors import NameNotFoundError, PlanError, StateError, UsageError
 from ...frameworks.sections import resolve_sections
 from ...tensors.dtypes import DType
@@ -37,6 +38,8 @@ class PushSource(ABC):
     """Whether every sender holds all tensors."""
     unmatched: Sequence[str] = ()
     """What of a rename matches none of this sender's names."""
+    unused: Sequence[str] = ()
+    """The patterns of ``exclude`` that match none of this sender's names."""
 
     @abstractmethod
     def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
@@ -65,6 +68,7 @@ class StateSource(PushSource):
         rank: int,
         world_size: int,
         rename: Rename | None = None,
+        exclude: Sequence[str] = (),
     ) -> None:
         if section not in state:
             raise NameNotFoundError(f"the state has no section {section!r}; it has {', '.join(map(str, state))}")
@@ -72,34 +76,38 @@ class StateSource(PushSource):
             {section: state[section]}, framework=framework, rank=rank, world_size=world_size, allow_pickle=False
         )
         captured = found.capture()
-        change = NameMap(rename or {})
+        change, excluded = NameMap(rename or {}), Exclusion(exclude)
         renamed = {fqn: change(f"{section}.{fqn}") for fqn in (*captured.metas, *captured.aliases)}
         away = [fqn for fqn, (new, _) in renamed.items() if new != section]
         if away:
             raise UsageError(f"rename moves {section}.{away[0]} out of the section {section!r}, which is pushed")
         self.unmatched = sorted(change.unused)
-        name = {fqn: new for fqn, (_, new) in renamed.items()}.__getitem__
-        rows = [(name(fqn), meta) for fqn, meta in captured.metas.items() if fqn not in captured.per_rank]
-        rows += [(name(alias), captured.metas[fqn]) for alias, fqn in captured.aliases.items()]
+        named = {
+            fqn: new
+            for fqn, (_, new) in renamed.items()
+            if fqn not in captured.per_rank and not excluded(f"{section}.{new}")
+        }
+        self.unused = excluded.unused
+        rows = [(new, captured.metas[captured.aliases.get(fqn, fqn)]) for fqn, new in named.items()]
         names = [name for name, _ in rows]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise StateError(f"two tensors have the same name after renaming: {', '.join(twice[:5])}")
         self.table = Table(tuple(rows))
-        self._shards = self._by_name(captured, name)
+        self._shards = self._by_name(captured, named)
         self.held = [(fqn, shard.box) for fqn, shards in self._shards.items() for shard in shards]
-        self.pinned = frozenset(map(name, captured.pinned))
+        self.pinned = frozenset(named[fqn] for fqn in captured.pinned if fqn in named)
 
     @staticmethod
-    def _by_name(captured: SectionSource, name: Callable[[str], str]) -> dict[str, list[Shard]]:
+    def _by_name(captured: SectionSource, named: Mapping[str, str]) -> dict[str, list[Shard]]:
         names: dict[str, list[str]] = {}
         for alias, fqn in captured.aliases.items():
             names.setdefault(fqn, []).append(alias)
         found: dict[str, list[Shard]] = {}
         for shard in captured.shards:
-            if shard.fqn not in captured.per_rank:
-                for fqn in (shard.fqn, *names.get(shard.fqn, ())):
-                    found.setdefault(name(fqn), []).append(shard)
+            for fqn in (shard.fqn, *names.get(shard.fqn, ())):
+                if fqn in named:
+                    found.setdefault(named[fqn], []).append(shard)
         return found
 
     def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
@@ -117,8 +125,11 @@ class CheckpointSectionSource(PushSource):
 
     replicated = True
 
-    def __init__(self, checkpoint: Checkpoint, section: str) -> None:
-        self._checkpoint, self._rows = checkpoint, checkpoint.section_rows(section, -1)
+    def __init__(self, checkpoint: Checkpoint, section: str, exclude: Sequence[str] = ()) -> None:
+        excluded, rows = Exclusion(exclude), checkpoint.section_rows(section, -1)
+        self._checkpoint = checkpoint
+        self._rows = {name: row for name, row in rows.items() if not excluded(f"{section}.{name}")}
+        self.unused = excluded.unused
         meta_of = checkpoint.manifest.tensors.meta_of
         self.table = Table(tuple((name, meta_of(row)) for name, row in self._rows.items()))
         self.held = [(name, Box.whole(meta.shape)) for name, meta in self.table.rows]
@@ -134,12 +145,20 @@ class CheckpointSectionSource(PushSource):
 
 
 def source_of(
-    what: Any, section: str, *, framework: str | None, rank: int, world_size: int, rename: Rename | None
+    what: Any,
+    section: str,
+    *,
+    framework: str | None,
+    rank: int,
+    world_size: int,
+    rename: Rename | None,
+    exclude: Sequence[str] = (),
 ) -> PushSource:
     """Return the source for a module, a state (sections by name), or a checkpoint."""
     if isinstance(what, Checkpoint):
-        return CheckpointSectionSource(what if rename is None else what.renamed(rename), section)
+        return CheckpointSectionSource(what if rename is None else what.renamed(rename), section, exclude)
     state = {section: what} if isinstance(what, nn.Module) else what
     if not isinstance(state, Mapping):
         raise UsageError(f"a push needs a module, a state or a checkpoint, not {type(what).__name__}")
-    return StateSource(state, section, framework=framework, rank=rank, world_size=world_size, rename=rename)
+    of_rank: dict[str, Any] = {"framework": framework, "rank": rank, "world_size": world_size}
+    return StateSource(state, section, **of_rank, rename=rename, exclude=exclude)

@@ -111,8 +111,17 @@ class CollectiveRpc(Engine):
             return answers.wait(self.name, budget)
 
     def pause(self, timeout_s: float) -> None:
-        if self.pause_mode is not None:
+        if self.pause_mode is None:
+            return
+        try:
             self._run("pause_generation", timeout_s, mode=self.pause_mode)
+        except DeadlineError as error:
+            if self.pause_mode != "wait":
+                raise
+            raise DeadlineError(
+                f"{self.name} did not pause within {timeout_s:.3g} s: its running requests have not ended, or one of "
+                'its workers is stopped; pause="abort" and pause="keep" wait for no request'
+            ) from error
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
         if changed and self.pause_mode in (None, "keep"):  # in other modes, pausing has cleared it

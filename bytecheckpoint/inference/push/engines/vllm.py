@@ -36,7 +36,7 @@ class HttpEngine(CollectiveRpc):
     Args:
         url: The address of the server.
         pause: What happens to running requests when weights change. "wait" finishes them with the old weights, "abort"
-            aborts them, and "keep" continues them with the new weights and the KV cache of the old ones.
+            aborts them, and "keep" continues them with the new weights, for which vLLM computes their KV cache again.
         headers: Sent with every request, for a proxy that authenticates. The engine's first worker gets them, to end a
             pause whose sender was killed.
         token: Sent as ``Authorization: Bearer``, for ``--api-key`` of a server or proxy.
