@@ -114,7 +114,7 @@ def _engine_of_error(rank: int, world_size: int, urls: list[str]) -> str:
     return ""
 
 
-def test_every_rank_knows_the_engine_of_an_error(engine: ToyEngine) -> None:
+def test_every_rank_has_the_engine_of_an_error(engine: ToyEngine) -> None:
     with RankPool(2) as pool:
         assert pool.run(_engine_of_error, [engine.url, "http://nowhere.invalid:9"]) == ["http://nowhere.invalid:9"] * 2
 

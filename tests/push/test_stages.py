@@ -161,7 +161,7 @@ def test_the_error_names_worker_and_tensor(engine: _Engine) -> None:
     with Pusher(engine, deadline_s=time_limit(20)) as pusher:
         with pytest.raises(MismatchError, match=r"(?s)worker 1 of the engine.*1_down: 8,192 of 8,192 elements"):
             pusher.push({"model": without})
-        with pytest.raises(MismatchError, match=r"(?s)worker 1 of.*at 1\.up, which is float32\[129, 64\]\n  nothing"):
+        with pytest.raises(MismatchError, match=r"(?s)worker 1 of.*at 1\.up, which is float32\[129, 64\]\n  no weight"):
             pusher.push({"model": longer})
         with pytest.raises(MismatchError, match=r"(?s)worker 0 of.*named '2\.up'"):
             pusher.push({"model": unknown})

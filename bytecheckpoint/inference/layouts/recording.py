@@ -11,7 +11,7 @@ Any other operation reads the values that it needs and continues with real numbe
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -78,10 +78,14 @@ class Recorder:
         self.on_copy = on_copy or self.copies.append
         self._read = read
 
-    def tensors(self, metas: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(name, tensor)`` for each stored tensor: the argument of ``load_weights``."""
+    def tensors(
+        self, metas: Iterable[tuple[str, tuple[int, ...], torch.dtype]], sources: Mapping[str, str] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """``(name, tensor)`` for each stored tensor: the argument of ``load_weights``. ``sources`` has the stored name
+        for each name that is only another one of a tensor."""
         for name, shape, dtype in metas:
-            yield name, _Recorded(self, name, torch.empty(shape, dtype=dtype, device="meta"))
+            stored = (sources or {}).get(name, name)
+            yield name, _Recorded(self, stored, torch.empty(shape, dtype=dtype, device="meta"))
 
     def values(self, recorded: _Recorded) -> torch.Tensor:
         """Read the values of a recorded tensor."""

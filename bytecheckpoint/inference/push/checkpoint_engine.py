@@ -157,6 +157,8 @@ class IpcEngine(HttpEngine):
 class _WholeModel(EngineModel):
     """Requests every tensor completely, and passes on what it loads in buckets."""
 
+    is_remote = True
+
     def __init__(self, engine: IpcEngine, devices: list[str], bucket_bytes: int) -> None:
         self._engine, self._devices, self._bucket_bytes = engine, devices, bucket_bytes
         self._last: Update | None = None

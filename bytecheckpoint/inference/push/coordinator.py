@@ -77,7 +77,7 @@ class PushCoordinator:
         self._choose(self._given)
 
     def choose_engines(self) -> None:
-        """Leave out engines that do not answer, as far as the quorum allows."""
+        """Leave out engines that do not answer, if the quorum allows it."""
         self._failed = {}
         answering = self._given
         if self._quorum is not None:
@@ -225,6 +225,19 @@ class PushCoordinator:
         members = {worker.receiver: number for number, worker in enumerate(workers, address.size - len(workers))}
         self._ask_all("join_group", {"address": address, "members": members}, budget)
 
+    def is_served(self, outcomes: Sequence[SenderResult]) -> bool:
+        """Return whether all workers serve these bytes already."""
+        digests, _ = self.assignments.chunk_digests(outcomes)
+        return all(
+            answer["served"] == of_worker and not answer["must_load"]
+            for answer, of_worker in zip(self._answers, digests, strict=True)
+        )
+
+    def rename(self, version: int | str, budget: Budget) -> None:
+        """Give what all engines serve the name of this version; nothing pauses, unless a push has left it paused."""
+        self._ask_all("rename", {"version": version}, budget)
+        self._on_engines(lambda engine: engine.resume(version, budget.left, changed=False))
+
     def verify(self, outcomes: Sequence[SenderResult], version: int | str, budget: Budget) -> None:
         """First phase of the commit: every worker verifies every chunk."""
         digests, unchanged = self.assignments.chunk_digests(outcomes)
@@ -289,7 +302,7 @@ class PushCoordinator:
             WorkerReport(self._engines[of.engine].name, of.number, of.host, sum(layout.sizes), *counted)
             for of, layout, counted in zip(self.bound.workers, self.bound.plan.layouts, nbytes, strict=True)
         ]
-        total = sum(meta.nbytes for _, meta in self.table.rows)
+        total = sum(meta.nbytes for name, meta in self.table.rows if name not in self.table.sources)
         return PushReport(version, seconds, workers, written, total, self.mode, self._failed)
 
     def finish(self, budget: Budget) -> None:

@@ -35,6 +35,9 @@ class EngineModel(Protocol):
     blocks: Blocks | None = None
     """The block size (rows, columns), if the engine's checkpoints hold float8_e4m3fn weights with a scale per block."""
 
+    is_remote: bool = False
+    """Whether the weights are in another process, which may have restarted since the last load."""
+
     start_version: int | str | None = None
     """The name of the weights with which the engine started, where it is known."""
 
@@ -84,7 +87,7 @@ def record_load(model: EngineModel, table: Table, *, strict: bool = True) -> Loa
     must be filled completely."""
     recorder, made = Recorder(_zeros), model.make()
     return record_copies(
-        lambda: model.run_loader(made, recorder.tensors(table.metas())),
+        lambda: model.run_loader(made, recorder.tensors(table.metas(), table.sources)),
         recorder,
         dict(table.rows),
         made,
@@ -224,7 +227,7 @@ class ChunkedTensors:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and tensor, the argument of an engine's ``load_weights``."""
-        return Recorder(self.values, self.copy).tensors(self._table.metas())
+        return Recorder(self.values, self.copy).tensors(self._table.metas(), self._table.sources)
 
     def copy(self, copy: Copy) -> None:
         """Execute a copy of the loader."""

@@ -43,6 +43,7 @@ _TRANSITIONS: Mapping[PushState, set[PushState]] = {
 _ACCEPTED: Mapping[str, set[PushState]] = {
     "join_group": {PushState.RECEIVING},
     "verify": {PushState.RECEIVING},
+    "rename": {PushState.RECEIVING},
     "apply": {PushState.VERIFIED, PushState.APPLYING},
     "stream": {PushState.RECEIVING, PushState.STREAMING},
 }

@@ -63,14 +63,24 @@ def decode(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Table:
-    """The tensors that senders hold, in the order in which the engine's loader gets them."""
+    """The tensors that senders hold, in the order in which the engine's loader gets them.
+
+    ``aliases`` has each name that is a further one of another tensor, which alone is held and sent, and that one's.
+    """
 
     rows: tuple[tuple[str, BasicMeta], ...]
+    aliases: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def packed(self) -> bytes:
-        packed: bytes = msgpack.packb([(name, meta.dtype.name, meta.shape) for name, meta in self.rows])
+        rows = [(name, meta.dtype.name, meta.shape) for name, meta in self.rows]
+        packed: bytes = msgpack.packb([rows, self.aliases])
         return packed
+
+    @cached_property
+    def sources(self) -> dict[str, str]:
+        """The name of the tensor that each alias means."""
+        return dict(self.aliases)
 
     @cached_property
     def digest(self) -> bytes:
@@ -78,8 +88,8 @@ class Table:
 
     @classmethod
     def unpack(cls, data: bytes) -> Table:
-        rows = msgpack.unpackb(data, use_list=False)
-        return cls(tuple((name, BasicMeta(find_dtype(dtype), shape)) for name, dtype, shape in rows))
+        rows, aliases = msgpack.unpackb(data, use_list=False)
+        return cls(tuple((name, BasicMeta(find_dtype(dtype), shape)) for name, dtype, shape in rows), aliases)
 
     def metas(self) -> Iterable[tuple[str, tuple[int, ...], torch.dtype]]:
         """Yield name, shape and dtype, as a ``Recorder`` expects them."""

@@ -18,7 +18,7 @@ from ...errors import NameNotFoundError, PlanError, StateError, UsageError
 from ...frameworks.sections import resolve_sections
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
-from ...tensors.shards import SectionSource, Shard, torch_dtype
+from ...tensors.shards import Shard, torch_dtype
 from .messages import Table
 
 
@@ -93,22 +93,18 @@ class StateSource(PushSource):
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise StateError(f"two tensors have the same name after renaming: {', '.join(twice[:5])}")
-        self.table = Table(tuple(rows))
-        self._shards = self._by_name(captured, named)
-        self.held = [(fqn, shard.box) for fqn, shards in self._shards.items() for shard in shards]
-        self.pinned = frozenset(named[fqn] for fqn in captured.pinned if fqn in named)
-
-    @staticmethod
-    def _by_name(captured: SectionSource, named: Mapping[str, str]) -> dict[str, list[Shard]]:
-        names: dict[str, list[str]] = {}
+        first = {fqn: fqn for fqn in named}  # of the names of one tensor, the one under which it is sent
         for alias, fqn in captured.aliases.items():
-            names.setdefault(fqn, []).append(alias)
-        found: dict[str, list[Shard]] = {}
+            if alias in named:
+                first[alias] = first.setdefault(fqn, alias)
+        aliases = tuple((named[fqn], named[one]) for fqn, one in first.items() if fqn in named and fqn != one)
+        self.table = Table(tuple(rows), aliases)
+        self._shards: dict[str, list[Shard]] = {}
         for shard in captured.shards:
-            for fqn in (shard.fqn, *names.get(shard.fqn, ())):
-                if fqn in named:
-                    found.setdefault(named[fqn], []).append(shard)
-        return found
+            if shard.fqn in first:
+                self._shards.setdefault(named[first[shard.fqn]], []).append(shard)
+        self.held = [(fqn, shard.box) for fqn, shards in self._shards.items() for shard in shards]
+        self.pinned = frozenset(named[first[fqn]] for fqn in captured.pinned if fqn in first)
 
     def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         return [self._view(name, box) for name, box in boxes]
@@ -126,13 +122,16 @@ class CheckpointSectionSource(PushSource):
     replicated = True
 
     def __init__(self, checkpoint: Checkpoint, section: str, exclude: Sequence[str] = ()) -> None:
-        excluded, rows = Exclusion(exclude), checkpoint.section_rows(section, -1)
+        excluded, found = Exclusion(exclude), checkpoint.section_rows(section, -1)
         self._checkpoint = checkpoint
-        self._rows = {name: row for name, row in rows.items() if not excluded(f"{section}.{name}")}
+        self._rows = {name: row for name, row in found.items() if not excluded(f"{section}.{name}")}
         self.unused = excluded.unused
         meta_of = checkpoint.manifest.tensors.meta_of
-        self.table = Table(tuple((name, meta_of(row)) for name, row in self._rows.items()))
-        self.held = [(name, Box.whole(meta.shape)) for name, meta in self.table.rows]
+        first: dict[int, str] = {}  # of the names of one tensor, the one under which it is sent
+        aliases = [(name, first.setdefault(row, name)) for name, row in self._rows.items()]
+        rows = tuple((name, meta_of(row)) for name, row in self._rows.items())
+        self.table = Table(rows, tuple((alias, name) for alias, name in aliases if alias != name))
+        self.held = [(name, Box.whole(meta.shape)) for name, meta in rows if name not in self.table.sources]
 
     def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         meta_of = self._checkpoint.manifest.tensors.meta_of

@@ -186,7 +186,7 @@ class BcpModelLoader(BaseModelLoader):
         Each rank reads only what its loader copies.
         """
         checkpoint = self._open(model_config)
-        if getattr(model, "bytecheckpoint_is_quantized", False):
+        if vars(model).get("bytecheckpoint_is_quantized"):
             raise StateError(f"{checkpoint.url} must be quantized, and a reload does not; push it instead")
         weights = StoredWeights(checkpoint, self._options.get("section", "model"))
         tensors = hub_tensors(model_config.hf_config, dict(weights.tensors_read_by_copies()))

@@ -56,7 +56,7 @@ class VllmModel(EngineModel):
         self._serves_own = self._served_own = (
             True  # whether the engine serves the weights that it started with: now, and before the last load
         )
-        self.start_version = getattr(model, "bytecheckpoint_version", None)  # if the loader of this library loaded it
+        self.start_version = vars(model).get("bytecheckpoint_version")  # if the loader of this library loaded it
         self.is_starting = False  # while vLLM loads the model, before it processes weights
         self._last_load: Any = None
         self._ties = _ties(model)

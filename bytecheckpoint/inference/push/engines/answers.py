@@ -132,7 +132,7 @@ class CollectiveRpc(Engine):
                     f"{self.name} did not drop its prefix cache, and would answer with the old weights; has it "
                     "unfinished requests?"
                 )
-        if changed and version is not None:
+        if version is not None:
             with suppress(MissingMethod):  # old releases have no versions of weights
                 self._run("update_weight_version", timeout_s, str(version))
         if self.pause_mode is not None:
