@@ -582,6 +582,14 @@ class StorageBackend(ABC):
         """
         return ()
 
+    def staleness_s(self) -> float:
+        """Return for how long a read or a listing may return what was there before another host has written.
+
+        Returns:
+            The time in seconds, 0 as by default if the store is consistent. Never raises.
+        """
+        return 0.0
+
     def free_bytes(self) -> int | None:
         """Return how many more bytes the store can hold.
 

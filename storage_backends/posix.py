@@ -21,12 +21,39 @@ _IOV_MAX = 1024
 UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 """What a file system answers that does not support a call, a flag or an alignment; most use EINVAL."""
 
+WITHOUT_LINKS = UNSUPPORTED | {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EIO}
+"""What a file system answers to a hard link, or an exclusive rename, that it does not support; rclone uses EIO."""
+
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 _AT_FDCWD = -100
+_AT_EMPTY_PATH, _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS = 0x1000, 0x2000, 0x7FF
+_STAT_BYTES = 256  # more than a struct statx, or statfs
 _RENAME_NOREPLACE = 1
+
+# Lustre, GPFS and CephFS have locks that keep the caches of all hosts consistent.
+_CONSISTENT = {
+    "ext4": 0xEF53,
+    "xfs": 0x58465342,
+    "btrfs": 0x9123683E,
+    "zfs": 0x2FC12FC1,
+    "f2fs": 0xF2F52010,
+    "bcachefs": 0xCA451A4E,
+    "tmpfs": 0x01021994,
+    "ramfs": 0x858458F6,
+    "overlay": 0x794C7630,
+    "exfat": 0x2011BAB0,
+    "vfat": 0x4D44,
+    "ntfs3": 0x7366746E,
+    "lustre": 0x0BD00BD0,
+    "gpfs": 0x47504653,
+    "ceph": 0x00C36400,
+}
+# The defaults of NFS and SMB; those of FUSE are between 20 s (sshfs), 60 s (gcsfuse) and 5 minutes (rclone).
+_NETWORK_STALENESS_S = {0x6969: 60.0, 0xFE534D42: 60.0}
+_MOUNT_STALENESS_S = 300.0
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
@@ -86,9 +113,38 @@ def rename_exclusive(source: str, target: str) -> bool:
     if renameat2(*arguments) == 0:
         return True
     code = ctypes.get_errno()
-    if code in UNSUPPORTED:
+    if code in WITHOUT_LINKS:
         return False
     raise OSError(code, os.strerror(code), target)
+
+
+def flush(fd: int) -> None:
+    """Let a mount send what was written, which some do when a descriptor is closed. Raises ``OSError``."""
+    os.close(os.dup(fd))
+
+
+def refresh(file: int | str) -> None:
+    """Replace the size and the times of a file that a mount may have cached, so that ``stat`` returns those it has now.
+
+    Never raises.
+    """
+    statx = libc_function("statx")
+    if statx is not None:
+        folder, path = (file, b"") if isinstance(file, int) else (_AT_FDCWD, os.fsencode(file))
+        flags, found = _AT_EMPTY_PATH | _AT_STATX_FORCE_SYNC, ctypes.create_string_buffer(_STAT_BYTES)
+        statx(folder, path, flags, ctypes.c_uint(_STATX_BASIC_STATS), found)
+
+
+def staleness_s(path: str) -> float:
+    """Return for how long listings and attributes on the file system of a path, which need not exist, may be stale."""
+    statfs = libc_function("statfs")
+    while not os.path.exists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    found = ctypes.create_string_buffer(_STAT_BYTES)
+    if statfs is None or statfs(os.fsencode(path), found) != 0:
+        return _MOUNT_STALENESS_S
+    kind = ctypes.c_uint32(ctypes.c_long.from_buffer(found).value).value
+    return 0.0 if kind in _CONSISTENT.values() else _NETWORK_STALENESS_S.get(kind, _MOUNT_STALENESS_S)
 
 
 def sync_directory(path: str) -> None:
@@ -116,7 +172,9 @@ def free_bytes(path: str) -> int | None:
         except OSError:
             return None
         else:
-            return found.f_bavail * found.f_frsize if found.f_blocks else None
+            # Mounts of object stores report no blocks, -1 or more free ones than there are.
+            is_known = found.f_blocks > 0 and 0 <= found.f_bavail <= found.f_blocks
+            return found.f_bavail * found.f_frsize if is_known else None
 
 
 def map_os_error(error: OSError, action: str, *, absent_is_missing_key: bool) -> StorageError:
@@ -135,6 +193,8 @@ def map_os_error(error: OSError, action: str, *, absent_is_missing_key: bool) ->
         return KeyNotFoundError(f"{action}: no such object")
     if error.errno == errno.ENOTDIR:
         return StorageError(f"{text}; a component of the key is itself an object")
+    if error.errno == errno.ESPIPE:
+        return StorageError(f"{text}; the mount writes files only in order: give it a write cache (--vfs-cache-mode)")
     if error.errno == errno.EIO:
         return StorageError(f"{text}; the device or the mount has failed; check the system's log and use another path")
     return StorageError(text)

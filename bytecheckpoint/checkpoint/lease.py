@@ -40,7 +40,7 @@ _MAX_INTERVAL_S = 300.0
 _SHORT_INTERVAL_S = 5.0  # of a lease that is held for a few requests only; a busy store delays heartbeats
 _SILENT_INTERVAL_S = 60.0  # of one that gets no heartbeats, because the interpreter ends
 _POLL_S = 0.05
-_PATIENCE_S = 60.0  # for leases that are held for a few requests only
+_PATIENCE_S = 360.0  # for leases that are held for a few requests only
 _MAX_TRIES = 16  # to put a lease, which the store refuses: others are faster, or it cannot be read
 
 _open_here: set[bytes] = set()  # the jobs whose leases this process acquires, or holds until they are deleted
@@ -94,6 +94,7 @@ class Lease:
         self._backend, self._record, self._is_unwanted = backend, record, is_unwanted
         # Of the object that this job wrote last; empty if there is none, or it is unknown; None before the first one.
         self._version = version
+        self._held_since = time.monotonic()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._is_silent = False  # the store, by the last heartbeat
@@ -138,6 +139,12 @@ class Lease:
         try:
             try:
                 version = _claim(backend, record, time.monotonic() + patience_s)
+                if not is_brief and not backend.conditions().if_absent:
+                    _log.warning(
+                        "%s: this store cannot create an object only if there is none, so the lease cannot protect "
+                        "from a job that begins at the same moment: start one at a time",
+                        backend.display_url,
+                    )
             except StorageError as error:
                 if not is_deferrable:
                     raise
@@ -152,6 +159,11 @@ class Lease:
     def is_acquired(self) -> bool:
         """Whether the lease was written; if not, the store has failed since ``acquire``."""
         return self._version is not None
+
+    @property
+    def held_s(self) -> float:
+        """For how many seconds this job has held the lease."""
+        return time.monotonic() - self._held_since if self.is_acquired else 0.0
 
     @property
     def job(self) -> bytes:
@@ -234,6 +246,7 @@ class Lease:
         if self._version is None:
             try:
                 self._version = _claim(self._backend, self._record, time.monotonic())
+                self._held_since = time.monotonic()
             except RootInUseError as error:
                 self._lost = error
             return
@@ -252,7 +265,10 @@ def _claim(backend: StorageBackend, record: LeaseRecord, give_up: float) -> str:
         found, version = _read(backend)
         if found is not None and found.job == record.job:  # the reply to the put was lost
             return version
+        if found is None and not version and not backend.conditions().if_absent and not _is_free(backend):
+            continue
         if found is not None and not _has_died(backend, found, record.holder, give_up):
+            time.sleep(_POLL_S)  # a mount that renames by copying has none for a moment
             continue  # released
         tries += 1
         with suppress(KeyExistsError, KeyChangedError):  # another job was faster
@@ -348,7 +364,7 @@ def _is_same_process(here: PeerIdentity, other: PeerIdentity) -> bool:
     return here.can_observe(other) and (here.pid, here.start_ticks) == (other.pid, other.start_ticks)
 
 
-def _read(backend: StorageBackend) -> tuple[LeaseRecord | None, str]:
+def _read(backend: StorageBackend, *, is_second: bool = False) -> tuple[LeaseRecord | None, str]:
     """Return the lease and the version of the object, which is empty only if there is no object."""
     try:
         content, version = backend.get_versioned(LEASE_KEY, max_size=_MAX_BYTES)
@@ -358,8 +374,17 @@ def _read(backend: StorageBackend) -> tuple[LeaseRecord | None, str]:
     try:
         return LeaseRecord.unpack(content), version
     except ValueError as error:
+        if not is_second:  # a mount may have cached another size, or there was none for a moment
+            time.sleep(_POLL_S)
+            return _read(backend, is_second=True)
         _log.warning("%s/%s is %s; it will be replaced", backend.display_url, LEASE_KEY, error)
         return None, version
+
+
+def _is_free(backend: StorageBackend) -> bool:
+    """Whether there is no lease, also a moment later: on some mounts, a rename copies, and it is away meanwhile."""
+    time.sleep(_POLL_S)
+    return _read(backend)[0] is None
 
 
 def _put(backend: StorageBackend, record: LeaseRecord, version: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -41,14 +41,22 @@ def read_manifest_bytes(backend: StorageBackend) -> bytes:
 
     Raises ``CheckpointNotFoundError`` if nothing is stored there and ``NotACheckpointError`` if other files are.
     """
-    try:
-        found = backend.get(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES)
-    except KeyNotFoundError:
-        pass
+    children: Sequence[str] = ()
+    for _ in range(2):
+        try:
+            found = backend.get(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES)
+        except KeyNotFoundError:
+            children = backend.list_children("")
+            if MANIFEST_KEY not in children:
+                break
+        else:
+            refuse_pointer(found[:16], f"{backend.url}/{MANIFEST_KEY}")
+            return found
     else:
-        refuse_pointer(found[:16], f"{backend.url}/{MANIFEST_KEY}")
-        return found
-    children = backend.list_children("")
+        raise CheckpointError(
+            f"{backend.url}/{MANIFEST_KEY} is listed but cannot be opened: another host may have just written it, and "
+            f"this one still caches that it was missing; try again in a minute"
+        )
     if not children:
         raise CheckpointNotFoundError(f"no checkpoint at {backend.url}: nothing is stored there; check the path")
     if all(name.startswith(ATTEMPT_PREFIX) for name in children):
@@ -66,7 +74,22 @@ def read_manifest_bytes(backend: StorageBackend) -> bytes:
 
 def read_manifest(backend: StorageBackend) -> Manifest:
     """Return the decoded and validated manifest. Errors name the checkpoint's URL."""
-    return decode_manifest(read_manifest_bytes(backend), backend.url)
+    data = read_manifest_bytes(backend)
+    try:
+        return decode_manifest(data, backend.url)
+    except CheckpointError:
+        again = read_manifest_bytes(backend)
+        if again == data:
+            raise
+    return decode_manifest(again, backend.url)
+
+
+def find_manifest(backend: StorageBackend) -> Manifest | None:
+    """Return the manifest; None if there certainly is none, which a listing alone does not show. Raises otherwise."""
+    try:
+        return read_manifest(backend)
+    except (CheckpointNotFoundError, NotACheckpointError):
+        return None
 
 
 def decode_manifest(data: bytes, url: str) -> Manifest:

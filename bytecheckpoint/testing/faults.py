@@ -238,6 +238,9 @@ class FaultyBackend(StorageBackend):
                 lambda cut, upload=upload: self.inner.abort_incomplete([upload]),  # type: ignore[misc]
             )
 
+    def staleness_s(self) -> float:
+        return self.inner.staleness_s()
+
     def free_bytes(self) -> int | None:
         return self.inner.free_bytes()
 

@@ -177,8 +177,10 @@ class Journal:
             raise StorageError(f"cannot open the journal {path}: {error.strerror}") from error
         try:
             self._begin(head)
-        except BaseException:
-            os.close(self._fd)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise StorageError(f"cannot read or write the journal {path}: {error.strerror}") from error
             raise
 
     def __enter__(self) -> Self:
@@ -189,7 +191,8 @@ class Journal:
 
     def close(self) -> None:
         """Release the lock. The file remains."""
-        os.close(self._fd)
+        with suppress(OSError):
+            os.close(self._fd)
 
     def _begin(self, head: JournalHead) -> None:
         try:
@@ -253,9 +256,13 @@ class Journal:
         self.stored.discard(key)
 
     def remove(self) -> None:
-        """Remove the file: nothing is left to continue."""
-        with suppress(FileNotFoundError):
+        """Remove the file: nothing is left to continue. Logs a failure."""
+        try:
             os.unlink(self._path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _log.warning("%s cannot be removed, so the transfer seems unfinished: %s", self._path, error.strerror)
 
     def _append(self, record: list[Any], *, durable: bool = False) -> None:
         body = msgpack.packb(record)

@@ -11,6 +11,7 @@ and never readable, and are removed when a ``delete`` leaves nothing else in the
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -28,13 +29,14 @@ from ...errors import KeyChangedError, KeyExistsError, KeyNotFoundError, Storage
 from ..base import Conditions, ObjectReader, ObjectStat, ObjectWriter, StorageBackend
 from ..buffers import byte_view, check_max_size
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
-from ..posix import free_bytes, write_at
+from ..posix import flush, free_bytes, refresh, staleness_s, write_at
 from .directories import (
     is_readable_below,
     is_within,
     link_exclusive,
     lock_temporary,
     make_directories,
+    renew_directories,
     replace_exclusive,
     supports_exclusive_names,
 )
@@ -143,6 +145,7 @@ class LocalBackend(StorageBackend):
                 lock_temporary(fd)
                 write_at(fd, view, 0)
                 os.fsync(fd)
+                flush(fd)
                 version = _version(os.fstat(fd))
                 place(temporary, path)
             except BaseException:
@@ -150,7 +153,8 @@ class LocalBackend(StorageBackend):
                     os.unlink(temporary)
                 raise
             finally:
-                os.close(fd)
+                with suppress(OSError):
+                    os.close(fd)
 
         path = self._create_file(key, action, attempt, needed=len(view))
         self._root.sync_directories(path, action)
@@ -179,15 +183,26 @@ class LocalBackend(StorageBackend):
         return self.get_versioned(key, max_size=max_size)[0]
 
     def get_versioned(self, key: str, *, max_size: int | None = None) -> tuple[bytes, str]:
+        action = f"reading {key!r} in {self.url}"
+        try:
+            return self._read_all(key, action, max_size)
+        except StorageError as error:
+            # NFS: it was replaced after it was opened.
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.ESTALE:
+                raise
+        return self._read_all(key, action, max_size)
+
+    def _read_all(self, key: str, action: str, max_size: int | None) -> tuple[bytes, str]:
         with self._open(key) as opened:
-            check_max_size(f"reading {key!r} in {self.url}", opened.size, max_size)
-            content = bytearray(opened.size)
-            opened.read(0, [content])
-            return bytes(content), _version(os.fstat(opened.fd))
+            check_max_size(action, opened.size, max_size)
+            content = opened.read_all(max_size)
+            check_max_size(action, len(content), max_size)
+            return content, _version(opened.found)
 
     def stat(self, key: str) -> ObjectStat:
         action = f"looking at {key!r} in {self._root.path}"
         path = self._resolve(key, action)
+        refresh(path)
         with self._root.translated_errors(action, reading=True):
             found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):
@@ -254,6 +269,13 @@ class LocalBackend(StorageBackend):
             os.unlink(path)
         return path
 
+    def staleness_s(self) -> float:
+        return self._staleness_s
+
+    @cached_property
+    def _staleness_s(self) -> float:
+        return staleness_s(self._root.path)
+
     def free_bytes(self) -> int | None:
         return free_bytes(self._root.path)
 
@@ -271,6 +293,9 @@ class LocalBackend(StorageBackend):
             except FileNotFoundError as error:
                 if not tries_left:
                     raise self._root.map_error(error, action, reading=False) from error
+                if tries_left < _MAX_TRIES - 2:
+                    with suppress(OSError):
+                        renew_directories(os.path.dirname(path))
             except FileExistsError as error:
                 raise KeyExistsError(f"{action}: the key is taken") from error
             except KeyChangedError:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..keys import TEMPORARY_PREFIX
-from ..posix import UNSUPPORTED, rename_exclusive, sync_directory
+from ..posix import UNSUPPORTED, WITHOUT_LINKS, refresh, rename_exclusive, sync_directory
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +50,24 @@ def make_directories(path: str) -> None:
     sync_directory(os.path.dirname(path))
 
 
+def renew_directories(path: str) -> None:
+    """Create a directory that does not exist, although this host has cached that it does: another one has removed it.
+
+    A new directory is renamed to it, which every mount passes on.
+    """
+    temporary = os.path.join(os.path.dirname(path), TEMPORARY_PREFIX + secrets.token_hex(8))
+    try:
+        os.mkdir(temporary)
+    except FileNotFoundError:
+        renew_directories(os.path.dirname(path))
+        os.mkdir(temporary)
+    try:
+        os.rename(temporary, path)
+    except OSError:  # it exists, and is not empty
+        with suppress(OSError):
+            os.rmdir(temporary)
+
+
 def replace_exclusive(source: str, target: str, is_expected: Callable[[os.stat_result], bool]) -> bool:
     """Give the finished file ``source`` the name ``target`` in one step, if that is the expected file.
 
@@ -70,6 +88,7 @@ def replace_exclusive(source: str, target: str, is_expected: Callable[[os.stat_r
             if error.errno not in (errno.ENOLCK, *UNSUPPORTED):
                 raise
             _log.info("%s: this file system has no locks (%s)", target, error)
+        refresh(fd)
         try:
             found = os.stat(target)
         except FileNotFoundError:
@@ -82,14 +101,17 @@ def replace_exclusive(source: str, target: str, is_expected: Callable[[os.stat_r
         # A forked child may have a copy of the descriptor, which would keep the lock.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
+        with suppress(OSError):
+            os.close(fd)
 
 
 def _open_to_lock(path: str) -> int:
     flags = os.O_CLOEXEC | os.O_NONBLOCK
     try:
         return os.open(path, os.O_RDWR | flags)  # NFS locks only files that are open for writing
-    except PermissionError:
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, *UNSUPPORTED):
+            raise
         return os.open(path, os.O_RDONLY | flags)
 
 
@@ -107,12 +129,14 @@ def link_exclusive(source: str, target: str) -> None:
         if os.stat(source).st_nlink != 2:
             raise
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+        if error.errno not in WITHOUT_LINKS:
             raise
         if rename_exclusive(source, target):
             return
+        if error.errno == errno.EIO:
+            raise
         raise OSError(errno.EOPNOTSUPP, "this file system has neither hard links nor renameat2", target) from error
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # where nothing can be removed, both names stay
         os.unlink(source)
 
 
@@ -129,7 +153,7 @@ def supports_exclusive_names(directory: str) -> bool:
         os.close(os.open(names[0], os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         link_exclusive(*names)
     except OSError as error:
-        return error.errno != errno.EOPNOTSUPP
+        return error.errno not in (errno.EOPNOTSUPP, errno.EIO)
     else:
         return True
     finally:

@@ -14,7 +14,7 @@ from typing_extensions import Buffer
 from ...errors import KeyNotFoundError, StorageError, StorageFullError
 from ..base import ObjectReader
 from ..buffers import byte_view, writable_view
-from ..posix import free_bytes, preallocate, read_scattered_at, write_at
+from ..posix import free_bytes, preallocate, read_scattered_at, refresh, write_at
 from ..writers import CheckedWriter
 from .direct_io import MIN_READ, MIN_WRITE, PAGE, DirectFile, read_direct, write_direct
 from .page_cache import PageCache
@@ -41,7 +41,7 @@ class LocalWriter(CheckedWriter):
         # Unlink instead of truncating, so that open readers keep the bytes of the old object.
         with suppress(FileNotFoundError):
             os.unlink(path)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._path = path
 
     def prepare(self, *, reserve: bool) -> None:
@@ -124,9 +124,11 @@ class LocalWriter(CheckedWriter):
             self._root.disable_direct_io("a write was refused")
 
     def _close(self, fd: int) -> None:
-        if self._direct is not None:
-            self._direct.close()
-        os.close(fd)
+        try:
+            if self._direct is not None:
+                self._direct.close()
+        finally:
+            os.close(fd)
 
     def _translated_errors(self) -> AbstractContextManager[None]:
         return self._root.translated_errors(self._action, reading=False, needed=self._size)
@@ -146,18 +148,36 @@ class LocalReader(ObjectReader):
         self._direct: DirectFile | None = None
         self._direct_tried = False
         self._lock = Lock()
+        self.fd = -1
         with self._translated_errors():
             # O_NONBLOCK keeps a FIFO with a hostile name from blocking; it has no effect on regular files.
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            found = os.fstat(self.fd)
-        if not stat.S_ISREG(found.st_mode):
-            os.close(self.fd)
+            refresh(self.fd)
+            try:
+                self.found = os.fstat(self.fd)
+                """What the file system states of the file."""
+            except OSError:
+                self.close()
+                raise
+        if not stat.S_ISREG(self.found.st_mode):
+            self.close()
             raise KeyNotFoundError(f"{action}: it is not a file")
-        self.size = found.st_size
+        self.size = self.found.st_size
         self._cache = PageCache(self.fd)
 
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
         self._read(offset, [writable_view(self._action, buffer) for buffer in buffers], None)
+
+    def read_all(self, max_size: int | None) -> bytes:
+        """Read to the end of the file, whatever size was cached; no more than a byte beyond ``max_size``."""
+        content, done = bytearray(self.size + 1), 0
+        with self._translated_errors():
+            while True:
+                with memoryview(content) as view:
+                    done += read_scattered_at(self.fd, [view[done:]], done)
+                    if done < len(content) or (max_size is not None and done > max_size):
+                        return bytes(view[:done])
+                content += bytes(len(content))
 
     def read_once(self, offset: int, buffer: Buffer) -> None:
         """Like ``read``, but bypass the page cache if that is faster."""
@@ -188,10 +208,12 @@ class LocalReader(ObjectReader):
     def close(self) -> None:
         fd, self.fd = self.fd, -1
         direct, self._direct = self._direct, None
-        if direct is not None:
-            direct.close()
-        if fd >= 0:
-            os.close(fd)
+        with suppress(OSError):
+            if direct is not None:
+                direct.close()
+        with suppress(OSError):
+            if fd >= 0:
+                os.close(fd)
 
     def _open_direct(self) -> DirectFile | None:
         if not self._root.direct_io:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,14 @@ from typing_extensions import Buffer
 from bytecheckpoint.checkpoint.attempts import attempt_name, job_mark_of, new_attempt, new_attempt_id
 from bytecheckpoint.checkpoint.lease import LEASE_KEY, Lease, LeaseRecord, hold_root, is_held
 from bytecheckpoint.control.peers import PeerIdentity
-from bytecheckpoint.errors import KeyChangedError, KeyExistsError, RootInUseError, StateError, StorageError
+from bytecheckpoint.errors import (
+    KeyChangedError,
+    KeyExistsError,
+    KeyNotFoundError,
+    RootInUseError,
+    StateError,
+    StorageError,
+)
 from bytecheckpoint.storage_backends import Conditions
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
@@ -129,6 +137,41 @@ def test_a_process_that_may_start_no_thread_releases_the_lease(
         with pytest.raises(StateError, match="needs a thread: can't start new thread"):
             Lease.acquire(backend, ELSEWHERE, interval_s=INTERVAL_S)
     Lease.acquire(backend, HERE, interval_s=INTERVAL_S).close()
+
+
+class Unconditional(FaultyBackend):
+    """A store that cannot refuse a put, as a mount without hard links."""
+
+    def conditions(self) -> Conditions:
+        return Conditions()
+
+
+@pytest.mark.parametrize("nth", [1, 2], ids=["the first read", "a later read"])
+def test_a_lease_that_is_away_for_a_moment_is_not_released(backend: StorageBackend, nth: int) -> None:
+    """A mount renames a heartbeat into its place by removing the old one, and copying."""
+    away = FaultRule("get", LEASE_KEY, nth=nth, error=KeyNotFoundError("no such object"))
+    with closing(Lease.acquire(backend, ELSEWHERE, interval_s=INTERVAL_S)) as first:
+        with pytest.raises(RootInUseError, match="in use by job"):
+            Lease.acquire(Unconditional(backend, [away]), HERE, interval_s=INTERVAL_S).close()
+        assert away.matched > nth
+        first.check()
+
+
+def test_a_lease_is_read_again_before_it_counts_as_damaged(
+    backend: StorageBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Lease.acquire(backend, ELSEWHERE, interval_s=60.0)):
+        assert is_held(FaultyBackend(backend, [FaultRule("get", LEASE_KEY, cut=20)]))
+        assert "not a lease" not in caplog.text
+
+
+def test_where_nothing_refuses_a_second_job_the_log_says_so(
+    backend: StorageBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    Lease.acquire(backend, HERE, interval_s=60.0).close()
+    assert "cannot protect" not in caplog.text
+    Lease.acquire(Unconditional(backend), HERE, interval_s=60.0).close()
+    assert "the lease cannot protect from a job that begins at the same moment" in caplog.text
 
 
 def test_the_holder_sends_heartbeats(backend: StorageBackend) -> None:

@@ -358,6 +358,24 @@ def test_directory_that_vanishes_under_mkdir(backend: LocalBackend, monkeypatch:
     assert backend.get("dir/object") == b"x"
 
 
+def test_directories_that_this_host_believes_to_exist(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on sshfs, for some seconds, after another host has removed them."""
+    make, look, top = os.mkdir, os.stat, backend.url
+    cached = {f"{top}/a", f"{top}/a/b"}
+
+    def mkdir(path: str, *arguments: object) -> None:
+        if path in cached:
+            raise FileExistsError(errno.EEXIST, "cached", path)
+        make(path, *arguments)
+
+    backend.put("object", b"")
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    monkeypatch.setattr(os, "stat", lambda path, **options: look(top if path in cached else path, **options))
+    backend.put("a/b/c/object", b"content")
+    assert backend.get("a/b/c/object") == b"content"
+    assert backend.list_children("") == ["a/", "object"]
+
+
 def test_delete_spares_the_temporary_file_of_a_live_put(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.replace
 

@@ -26,12 +26,14 @@ _SERVER = Path(__file__).with_name("fuse_server.py")
 class FuseRule:
     """Makes ``operation`` fail with ``errno`` on files that match the shell pattern ``name``, from byte ``begin`` on.
 
-    ``operation`` is "write", "read", "fsync", "fallocate", "rename", "link", "create", "unlink" or "mkdir"; ``name`` is
-    compared with the path below the mount.
+    ``operation`` is "write", "read", "fsync", "flush", "fallocate", "rename", "link", "lookup", "open", "read and
+    write" (an open for both), "create", "unlink" or "mkdir"; ``name`` is compared with the path below the mount. With
+    "readdir", listings lack the file. With "statfs", ``name`` is the free space that is reported: "nothing", of a total
+    of nothing, "-1" or "unlimited".
     """
 
     operation: str
-    errno: int
+    errno: int = 0
     name: str = "*"
     begin: int = 0
 
@@ -54,14 +56,18 @@ class FuseDisk:
 
 
 @contextmanager
-def fuse_disk(at: Path) -> Iterator[FuseDisk]:
-    """Mount a file system that stores its files in ``<at>.below``. Skips the test if FUSE cannot be mounted."""
-    below, control = at.with_suffix(".below"), at.with_suffix(".rules")
+def fuse_disk(at: Path, *, other: FuseDisk | None = None, cache_s: int = 0) -> Iterator[FuseDisk]:
+    """Mount a file system that stores its files in ``<at>.below``, or where the ``other`` one does, as on another host.
+
+    The kernel caches names and attributes for ``cache_s``. Skips the test if FUSE cannot be mounted.
+    """
+    below = Path(other.path if other is not None else at).with_suffix(".below")
+    control = at.with_suffix(".rules")
     at.mkdir(parents=True)
-    below.mkdir()
+    below.mkdir(exist_ok=other is not None)
     disk = FuseDisk(str(at), str(control))
     disk.mend()
-    command = [sys.executable, "-I", str(_SERVER), str(at), str(below), str(control)]
+    command = [sys.executable, "-I", str(_SERVER), str(at), str(below), str(control), str(cache_s)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:

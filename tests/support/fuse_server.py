@@ -1,7 +1,9 @@
-"""The server process of ``fuse_disk``: ``fuse_server.py <mount point> <directory> <rules file>``.
+"""The server process of ``fuse_disk``: ``fuse_server.py <mount point> <directory> <rules file> <seconds>``.
 
-One thread serves one request at a time and caches nothing (all times to live are 0). The server implements only the
-calls of the library: regular files, directories and hard links, without extended attributes. The kernel handles locks.
+One thread serves one request at a time. The kernel caches names, absent ones too, and attributes for some seconds. Like
+sshfs, the server opens a cached name by its path, and so another file if that was replaced elsewhere. It implements
+only the calls of the library: regular files, directories and hard links, without extended attributes. The kernel
+handles locks.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import stat
 import struct
 import sys
 from fnmatch import fnmatchcase
+from typing import Any
 
 _HEADER = struct.Struct("<IIQQIIIHH")
 _REPLY = struct.Struct("<IiQ")
 _ATTR = struct.Struct("<6Q10I")
 _DIRENT = struct.Struct("<QQII")
 _MAX_WRITE = 1 << 20
+_MINUS_ONE = (1 << 64) - 1
 _BIG_WRITES, _MAX_PAGES = 1 << 5, 1 << 22
 _MS_NOSUID_NODEV = 6
 _PR_SET_PDEATHSIG = 1
@@ -31,8 +35,8 @@ _NO_REPLY = (2, 36, 42)  # FORGET, INTERRUPT, BATCH_FORGET
 class Server:
     """Serves the kernel's requests from the files in ``below``."""
 
-    def __init__(self, below: str, control: str) -> None:
-        self._below, self._control = below, control
+    def __init__(self, below: str, control: str, cache_s: int) -> None:
+        self._below, self._control, self._cache_s = below, control, cache_s
         self._paths = {1: ""}
         self._nodes = {"": 1}
         self._next = 2
@@ -51,7 +55,7 @@ class Server:
             17: self._statfs,
             18: self._release,
             20: self._fsync,
-            25: lambda node, body: b"",
+            25: self._flush,
             26: self._init,
             27: self._opendir,
             28: self._readdir,
@@ -86,12 +90,19 @@ class Server:
                 if error.errno != errno.ENOENT:  # the caller has been killed
                     raise
 
-    def _check(self, operation: str, path: str, begin: int = 0, end: int = 1) -> None:
+    def _rules(self, operation: str) -> list[dict[str, Any]]:
         with open(self._control) as opened:
-            rules = json.load(opened)
-        for rule in rules:
-            if rule["operation"] == operation and fnmatchcase(path, rule["name"]) and end > rule["begin"]:
+            return [rule for rule in json.load(opened) if rule["operation"] == operation]
+
+    def _check(self, operation: str, path: str, begin: int = 0, end: int = 1) -> None:
+        for rule in self._rules(operation):
+            if fnmatchcase(path, rule["name"]) and end > rule["begin"]:
                 raise OSError(rule["errno"], "injected")
+
+    def _check_access(self, flags: int, path: str) -> None:
+        self._check("open", path)
+        if flags & os.O_ACCMODE == os.O_RDWR:
+            self._check("read and write", path)
 
     def _full(self, path: str) -> str:
         return os.path.join(self._below, path) if path else self._below
@@ -122,15 +133,21 @@ class Server:
 
     def _entry(self, path: str) -> bytes:
         found = os.lstat(self._full(path))
-        return struct.pack("<4Q2I", self._node(path), 0, 0, 0, 0, 0) + self._attr(found)
+        head = struct.pack("<4Q2I", self._node(path), 0, self._cache_s, self._cache_s, 0, 0)
+        return head + self._attr(found)
 
     def _lookup(self, node: int, body: bytes) -> bytes:
-        return self._entry(self._child(node, body))
+        path = self._child(node, body)
+        self._check("lookup", path)
+        try:
+            return self._entry(path)
+        except FileNotFoundError:
+            return struct.pack("<4Q2I", 0, 0, self._cache_s, 0, 0, 0) + bytes(_ATTR.size)
 
     def _getattr(self, node: int, body: bytes) -> bytes:
         flags, _, handle = struct.unpack_from("<IIQ", body)
         found = os.fstat(handle) if flags & _GETATTR_FH else os.lstat(self._full(self._paths[node]))
-        return bytes(16) + self._attr(found)
+        return struct.pack("<Q8x", self._cache_s) + self._attr(found)
 
     def _setattr(self, node: int, body: bytes) -> bytes:
         valid, _, _, size = struct.unpack_from("<IIQQ", body)
@@ -181,6 +198,7 @@ class Server:
 
     def _open(self, node: int, body: bytes) -> bytes:
         (flags,) = struct.unpack_from("<I", body)
+        self._check_access(flags, self._paths[node])
         # Direct I/O ends here: the file system below need not support it.
         handle = os.open(self._full(self._paths[node]), flags & ~(os.O_DIRECT | os.O_NOFOLLOW))
         return struct.pack("<QIi", handle, 0, 0)
@@ -189,6 +207,7 @@ class Server:
         flags, mode = struct.unpack_from("<II", body)
         path = self._child(node, body[16:])
         self._check("create", path)
+        self._check_access(flags, path)
         handle = os.open(self._full(path), (flags | os.O_CREAT) & ~os.O_DIRECT, stat.S_IMODE(mode))
         return self._entry(path) + struct.pack("<QIi", handle, 0, 0)
 
@@ -201,6 +220,10 @@ class Server:
         handle, offset, size = struct.unpack_from("<QQI", body)
         self._check("write", self._paths[node], offset, offset + size)
         return struct.pack("<II", os.pwrite(handle, body[40 : 40 + size], offset), 0)
+
+    def _flush(self, node: int, body: bytes) -> bytes:
+        self._check("flush", self._paths[node])
+        return b""
 
     def _release(self, node: int, body: bytes) -> bytes:
         os.close(struct.unpack_from("<Q", body)[0])
@@ -223,7 +246,12 @@ class Server:
     def _readdir(self, node: int, body: bytes) -> bytes:
         _, offset, size = struct.unpack_from("<QQI", body)
         listed = b""
-        names = sorted(os.listdir(self._full(self._paths[node])))
+        below, hidden = self._paths[node], [rule["name"] for rule in self._rules("readdir")]
+        names = [
+            name
+            for name in sorted(os.listdir(self._full(below)))
+            if not any(fnmatchcase(os.path.join(below, name), pattern) for pattern in hidden)
+        ]
         for number, name in enumerate(names[offset:], int(offset) + 1):
             raw = os.fsencode(name)
             mode = os.lstat(self._full(os.path.join(self._paths[node], name))).st_mode
@@ -236,7 +264,12 @@ class Server:
 
     def _statfs(self, node: int, body: bytes) -> bytes:
         found = os.statvfs(self._below)
-        counts = (found.f_blocks, found.f_bfree, found.f_bavail, found.f_files, found.f_ffree)
+        blocks, free = found.f_blocks, found.f_bavail
+        for rule in self._rules("statfs"):
+            blocks, free = {"nothing": (0, 0), "-1": (blocks, _MINUS_ONE), "unlimited": (_MINUS_ONE, _MINUS_ONE)}[
+                rule["name"]
+            ]
+        counts = (blocks, free, free, found.f_files, found.f_ffree)
         return struct.pack("<5Q4I24x", *counts, found.f_bsize, found.f_namemax, found.f_frsize, 0)
 
     def _init(self, node: int, body: bytes) -> bytes:
@@ -246,7 +279,7 @@ class Server:
 
 
 def main() -> None:
-    at, below, control = sys.argv[1:]
+    at, below, control, cache_s = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
@@ -254,7 +287,7 @@ def main() -> None:
     if libc.mount(b"bcp-faults", os.fsencode(at), b"fuse", _MS_NOSUID_NODEV, options.encode()) != 0:
         sys.exit(f"mount: {os.strerror(ctypes.get_errno())}")
     print("mounted", flush=True)
-    Server(below, control).serve(device)
+    Server(below, control, int(cache_s)).serve(device)
 
 
 if __name__ == "__main__":

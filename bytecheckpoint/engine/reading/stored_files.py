@@ -49,10 +49,12 @@ def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, h
 def source_after(backend: StorageBackend, error: CorruptionError | StorageError) -> StorageBackend | None:
     """Return the store to read from again after ``error``; None if it must be raised.
 
-    That is the other copy, if there is one. Bytes from a remote store may have changed on their way.
+    That is the other copy, if there is one. Bytes from a remote store may have changed on their way, and a mount may
+    have cached others.
     """
     other = backend.fall_back(error)
-    if other is None and backend.is_remote and isinstance(error, CorruptionError):
+    is_far = backend.is_remote or backend.staleness_s() > 0
+    if other is None and is_far and isinstance(error, CorruptionError):
         _log.warning("reading again: %s", error)
         return backend
     return other
