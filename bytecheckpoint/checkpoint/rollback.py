@@ -89,15 +89,16 @@ def abandon_later(
     return [one.name for one in sorted(later, key=lambda one: one.order_key())]
 
 
-def complete_rollback(root: Location, store: StorageBackend, children: Collection[str]) -> Abandoned:
+def complete_rollback(root: Location, store: StorageBackend) -> Abandoned:
     """Return what is abandoned below ``root``, after putting into its ``store`` what was recorded in its tier only.
 
-    The store may not have answered when the job went back. ``children`` are those of the root in the store.
+    The store may not have answered when the job went back. No listing is consulted: it could lack what another host has
+    just recorded.
     """
-    found = abandoned_in(store, children)
+    found = abandoned_in(store, [ROLLBACK_KEY])
     if root.tier is not None:
         near = open_tier(root.tier.path, store)
-        staged = abandoned_in(near, near.list_children(""))
+        staged = abandoned_in(near, [ROLLBACK_KEY])
         if staged.count > found.count:
             store.put(ROLLBACK_KEY, staged.encode())
             return staged

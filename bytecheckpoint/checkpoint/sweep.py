@@ -17,7 +17,10 @@ of its own saves (``SharedSaves``), and no other job that holds the lease is ali
 and of uploads, may belong to running ones until they are 24 hours old. Should a sweep be wrong about that, the save
 finds that a file is missing, and commits nothing.
 
-A sweep that cannot read a manifest removes nothing: it does not know what is needed.
+A sweep that cannot read a manifest removes nothing: it does not know what is needed. Nor does one on a file system
+where a listing may lack what another host has just written (``StorageBackend.staleness_s``), until its lease has been
+held for that long: what others have committed before is listed then. What this process itself has committed is known
+without a listing. There, whether a file exists is never decided by a listing either.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
 from .attempts import ATTEMPT_PREFIX, attempt_time, attempts_among, has_expired, remove_attempt
 from .lease import hold_root
-from .manifest_file import decode_manifest, read_manifest
+from .manifest_file import decode_manifest, find_manifest
 
 _READERS = 8  # manifests that are read at the same time
 _PATIENCE_S = 10.0  # for others that commit or sweep
@@ -69,12 +72,23 @@ def root_of(checkpoint: StorageBackend) -> StorageBackend:
 def missing_files(checkpoint: StorageBackend, manifest: Manifest) -> dict[str, int | None]:
     """Return the names of the files of a checkpoint that are missing or truncated, with the size of what is there.
 
-    Lists the attempts that the manifest names, and reads nothing. Raises ``StorageError``.
+    Lists the attempts that the manifest names if listings are consistent, and reads nothing. Raises ``StorageError``.
     """
-    data, expected, stored = data_of(checkpoint, manifest), files_of(manifest), dict[str, int]()
-    for attempt in attempts_of(manifest):
-        stored |= {stat.key: stat.size for stat in data.list(f"{attempt}/")}
+    data, expected, stored = data_of(checkpoint, manifest), files_of(manifest), dict[str, int | None]()
+    if data.staleness_s():
+        with Threads(_READERS, thread_name_prefix="bcp-stat") as threads:
+            stored |= zip(expected, threads.map(partial(_size_of, data), expected), strict=True)
+    else:
+        for attempt in attempts_of(manifest):
+            stored |= {stat.key: stat.size for stat in data.list(f"{attempt}/")}
     return {name: stored.get(name) for name, size in expected.items() if stored.get(name) != size}
+
+
+def _size_of(data: StorageBackend, name: str) -> int | None:
+    try:
+        return data.stat(name).size
+    except KeyNotFoundError:
+        return None
 
 
 @contextmanager
@@ -129,6 +143,7 @@ def sweep(
     ended: Collection[str] = (),
     has_ended: Callable[[str], bool] = lambda attempt: False,
     needed: Collection[str] = (),
+    held_s: float = 0.0,
 ) -> Swept:
     """Remove the objects that no checkpoint of the root needs. The caller holds the lease of the root.
 
@@ -137,6 +152,7 @@ def sweep(
         ended: Attempts whose saves have certainly ended.
         has_ended: Whether that of another attempt has; those that are older than 24 hours have anyway.
         needed: Names of objects that are needed according to the caller.
+        held_s: For how long the caller has held the lease.
 
     Raises:
         StorageError: The store failed. Objects may remain.
@@ -159,6 +175,12 @@ def sweep(
 
     attempts = {attempt for attempt in {key.partition("/")[0] for key in stored} if is_over(attempt)}
     unneeded = sorted(key for key in stored if key not in named and key.partition("/")[0] in attempts)
+    if unneeded and held_s < root.staleness_s():
+        return Swept(
+            problem=f"{len(unneeded)} shared files that seem unneeded are kept: on this file system, a listing may "
+            f"lack what another host has just saved. A manager removes them once it has held the root for "
+            f"{root.staleness_s():g} s, and bcp rm --incomplete waits for that"
+        )
     root.delete([f"{OBJECTS}/{key}" for key in unneeded])
     if unneeded:
         _log.info("%s: removed %d objects that no checkpoint needs", root.display_url, len(unneeded))
@@ -176,13 +198,15 @@ def uncommitted(root: StorageBackend) -> dict[str, float]:
     for prefix in ("", *(one for one in folders if one != f"{OBJECTS}/" and not one.startswith(ATTEMPT_PREFIX))):
         children = root.list_children(prefix)
         attempts = {*attempts_among(children)}
-        if attempts and MANIFEST_KEY in children:
+        if attempts:
             folder = open_like(root, join(root.url, prefix[:-1])) if prefix else root
             try:
-                attempts.discard(read_manifest(folder).attempt)
+                manifest = find_manifest(folder)
             except CheckpointError as error:
                 _log.warning("not touched, because it cannot be read: %s", error)
                 continue
+            if manifest is not None:
+                attempts.discard(manifest.attempt)
         found |= {f"{prefix}{attempt}": _age_s(attempt) for attempt in sorted(attempts)}
     return found
 
@@ -201,10 +225,14 @@ def remove_uncommitted(root: StorageBackend, older_than_s: float) -> tuple[list[
     """
     try:
         with hold_root(root, patience_s=_PATIENCE_S):
+            if uncommitted(root) or root.list_children(f"{OBJECTS}/"):
+                time.sleep(root.staleness_s())
             old = [name for name, age_s in uncommitted(root).items() if age_s >= older_than_s]
             for name in old:
                 remove_attempt(root, name)
-            return old, sweep(root, has_ended=lambda attempt: _age_s(attempt) >= older_than_s)
+            return old, sweep(
+                root, has_ended=lambda attempt: _age_s(attempt) >= older_than_s, held_s=root.staleness_s()
+            )
     except RootInUseError as error:
         return [], Swept(problem=str(error))
 

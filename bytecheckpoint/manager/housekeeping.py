@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, attempts_among, has_expired, job_mark_of, remove_attempt
 from ..checkpoint.discovery import is_exception_save, metric_of, milestone_of
+from ..checkpoint.lease import Lease
 from ..checkpoint.lineage import OrderKey, order_key, trailing_number
 from ..checkpoint.location import Location
-from ..checkpoint.manifest_file import decode_manifest, read_manifest
+from ..checkpoint.manifest_file import decode_manifest, find_manifest, read_manifest
 from ..checkpoint.rollback import complete_rollback
 from ..checkpoint.sweep import remove_files_of, sweep
 from ..engine.objects import OBJECTS, files_of
@@ -174,10 +175,9 @@ class Housekeeping(Cleaner):
         self,
         root: Location,
         retention: Retention,
-        job: bytes,
+        lease: Lease,
         saves: SharedSaves,
         *,
-        guard: Callable[[], None],
         names: StepNames,
         deadline_s: float,
         keep_exception_saves: int | None = None,
@@ -187,7 +187,8 @@ class Housekeeping(Cleaner):
         self._root, self._names, self._on_removed = root, names, on_removed
         self._deadline_s = deadline_s
         self._backend = self._open()
-        self._retention, self._job, self._saves, self._guard = retention, job, saves, guard
+        self._retention, self._lease, self._saves = retention, lease, saves
+        self._staleness_s = self._backend.staleness_s()
         self._has_failed = False  # whether something has to be tried again
         self._is_swept = False  # whether nothing that no checkpoint needs is among the objects
         self._of_earlier_jobs: set[str] = set()
@@ -217,7 +218,7 @@ class Housekeeping(Cleaner):
         """
         self._awaited = {*manifests}
         try:
-            abandoned = complete_rollback(self._root, self._backend, self._backend.list_children("")).attempts
+            abandoned = complete_rollback(self._root, self._backend).attempts
         except (CheckpointError, StorageError):
             return []  # it is unknown which are the newest
         found: list[tuple[OrderKey, Committed]] = []
@@ -298,7 +299,7 @@ class Housekeeping(Cleaner):
 
     def _apply(self, saved: Committed | None) -> None:
         try:
-            self._has_failed = False
+            self._has_failed = not self._sees_all
             if self._committed is None or saved is None or self._awaited:
                 self._committed = self._scan_root()
                 self._awaited.difference_update(one.name for one in self._committed)
@@ -333,7 +334,7 @@ class Housekeeping(Cleaner):
         """Return what was committed, from the oldest to the newest, and remove unfinished attempts of earlier jobs."""
         found: list[tuple[OrderKey, Committed]] = []
         top = self._backend.list_children("")
-        abandoned = complete_rollback(self._root, self._backend, top).attempts
+        abandoned = complete_rollback(self._root, self._backend).attempts
         for name in (child[:-1] for child in top if child.endswith("/") and self._names.is_managed(child[:-1])):
             if self.is_expected(name):
                 continue
@@ -346,11 +347,10 @@ class Housekeeping(Cleaner):
     def _scan(self, name: str, abandoned: Collection[str]) -> tuple[OrderKey, Committed] | None:
         """Return what was committed in a folder, and remove unfinished attempts of earlier jobs there."""
         children = self._backend.list_children(f"{name}/")
-        attempts = attempts_among(children)
-        if MANIFEST_KEY not in children:
+        attempts, manifest = attempts_among(children), find_manifest(self._open(name))
+        if manifest is None:
             self._remove_unneeded(name, attempts)
             return None
-        manifest = read_manifest(self._open(name))
         self._remove_unneeded(name, [one for one in attempts if one != manifest.attempt])
         return order_key(name, manifest, abandoned), self._described(name, manifest)
 
@@ -362,10 +362,15 @@ class Housekeeping(Cleaner):
     def _remove_unneeded(self, name: str, attempts: Sequence[str]) -> None:
         """Remove what jobs that ended, and transfers of the day before, have left in a folder."""
         for attempt in attempts:
-            if self._is_of_ended_job(attempt) or has_expired(attempt):
+            if self._sees_all and (self._is_of_ended_job(attempt) or has_expired(attempt)):
                 _log.info("%s: removing what %s has left in %s", self._root, attempt, name)
                 with self._tolerating(f"{name}/{attempt} could not be removed"):
                     remove_attempt(self._backend, f"{name}/{attempt}")
+
+    @property
+    def _sees_all(self) -> bool:
+        """Whether this host certainly sees what earlier jobs have committed."""
+        return self._lease.held_s >= self._staleness_s
 
     def _sweep(self) -> None:
         """Remove the objects that no checkpoint needs."""
@@ -373,15 +378,17 @@ class Housekeeping(Cleaner):
             return
         with self._saves.committing:
             running = self._saves.running()
-            needed = {*self._of_earlier_jobs}.union(*running.values(), *map(files_of, self.pending()))
-            self._guard()
+            recent = self._saves.recent(self._staleness_s)
+            needed = recent.union(self._of_earlier_jobs, *running.values(), *map(files_of, self.pending()))
+            self._lease.check()
             swept = sweep(
                 self._backend,
                 has_ended=lambda one: (
                     self._is_of_ended_job(one)
-                    or (job_mark_of(one, also_staged=True) == self._job and one not in running)
+                    or (job_mark_of(one, also_staged=True) == self._lease.job and one not in running)
                 ),
                 needed=needed,
+                held_s=self._lease.held_s,
             )
         self._is_swept = not swept.problem
 
@@ -406,7 +413,7 @@ class Housekeeping(Cleaner):
     def _is_of_ended_job(self, attempt: str) -> bool:
         """This job holds the lease, so any other job that left an attempt has ended. An attempt without a job mark
         belongs to a save without a manager, which may still be running."""
-        return job_mark_of(attempt) not in (b"", self._job)
+        return job_mark_of(attempt) not in (b"", self._lease.job)
 
     def _remove(self, name: str) -> None:
         """Remove the manifest first, so that readers never see half a checkpoint."""
@@ -423,6 +430,7 @@ class Housekeeping(Cleaner):
             _log.info("%s: removing %s", self._root, name)
             self._backend.delete([f"{name}/{MANIFEST_KEY}"])
             self._numbers.pop(name, None)
+            self._saves.forget(manifest.attempt)
         if manifest.is_shared:
             self._is_swept = False
         else:

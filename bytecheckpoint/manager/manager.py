@@ -741,9 +741,8 @@ class CheckpointManager:
         held.housekeeping = Housekeeping(
             self.root,
             self._retention,
-            held.lease.job,
+            held.lease,
             self._session.engine.shared,
-            guard=held.lease.check,
             names=self._names,
             deadline_s=self._job.deadline_s,
             keep_exception_saves=self._exception_save.keep if self._exception_save is not None else None,

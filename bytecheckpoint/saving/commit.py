@@ -154,6 +154,8 @@ class SaveCommit:
             older=None if self.base is None else self.base.files,
         )
         data = encode(manifest)
+        if self.is_shared:
+            self._saves.refer(self.attempt, manifest)
         if self._upload is not None:
             self.manifest = data
         try:
@@ -170,6 +172,8 @@ class SaveCommit:
                 self._saves.last_commit = None
             raise
         self._is_committed = True
+        if self._replaced is not None:
+            self._saves.forget(self._replaced.attempt)
         if self.is_shared and self._upload is None:
             self._saves.last_commit = LastCommit.of(self._backend, manifest, data)
         self._timings.point("commit.after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,6 +28,7 @@ DEFAULT_MERGE_MEMORY_BYTES = 64 << 20
 """Default memory of the merge stage, which bounds its unfinished pieces: eight blocks."""
 
 _MAX_COPY_THREADS = 4  # saturate the memory bandwidth of one processor
+_RECENT_S = 600.0  # longer than a listing of any store lacks what was committed
 _HELPERS = 3  # at most one gated save is being copied, and one save merged, with two threads
 
 _log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class SharedSaves:
         self._lock = threading.Lock()
         self._running: dict[str, Collection[str]] = {}  # by attempt, the objects that its manifest may name
         self._unknown: set[str] = set()  # the attempts of those whose outcome is unknown
+        self._recent: dict[str, tuple[float, Collection[str]]] = {}  # by attempt, when it ended, and what it may name
 
     def begin(self, attempt: str) -> LastCommit | None:
         """Begin a save, which may refer to what the last commit names until it ends. Return the last commit."""
@@ -89,7 +92,22 @@ class SharedSaves:
             if is_unknown:
                 self._unknown.add(attempt)
             else:
-                self._running.pop(attempt, None)
+                self._recent[attempt] = time.monotonic(), self._running.pop(attempt, ())
+                self._forget_before(time.monotonic() - _RECENT_S)
+
+    def forget(self, attempt: str) -> None:
+        """Forget a save whose checkpoint was removed."""
+        with self._lock:
+            self._recent.pop(attempt, None)
+
+    def recent(self, staleness_s: float) -> set[str]:
+        """Return what the saves may name that ended in the last seconds, which a listing may lack for so long."""
+        since = time.monotonic() - staleness_s
+        with self._lock:
+            return set().union(*(names for when, names in self._recent.values() if when > since))
+
+    def _forget_before(self, since: float) -> None:
+        self._recent = {attempt: one for attempt, one in self._recent.items() if one[0] > since}
 
     def running(self) -> dict[str, Collection[str]]:
         """Return the saves that have not ended, and what each of them may name."""

@@ -196,6 +196,56 @@ def test_a_manifest_is_read_again_before_it_counts_as_damaged(tmp_path: Path) ->
         read_manifest(backend)
 
 
+# -- listings that lag -------------------------------------------------------------------------------------------------
+
+
+def test_a_removal_elsewhere_keeps_what_a_fresh_save_refers_to(mounts: tuple[FuseDisk, FuseDisk]) -> None:
+    first, second = (f"{one.path}/root" for one in mounts)
+    save(f"{first}/step-1", 1, base="auto")
+    mounts[1].fail(FuseRule("readdir", name="root/step-2"))
+    save(f"{first}/step-2", 2, base="auto")
+    assert bcp.open(f"{first}/step-2").manifest.references.name
+    assert "a listing may lack" in remove(f"{second}/step-1").problem
+    check(f"{first}/step-2", 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(8))
+def test_two_hosts_save_overwrite_and_remove(mounts: tuple[FuseDisk, FuseDisk], number: int) -> None:
+    """Each host sees in listings what the other one has saved some operations later, and caches what it has read.
+
+    Whatever is committed loads on both hosts; the host that saved it sees it at once.
+    """
+    draw = random.Random(f"{sampling.seed()} {number}")
+    committed: dict[str, tuple[int, int]] = {}  # the last value, and the host that has saved it
+    hidden: list[dict[str, int]] = [{}, {}]  # by host, the names that its listings lack, and until when
+    for value in range(60):
+        here = draw.randrange(2)
+        for host, disk in enumerate(mounts):
+            hidden[host] = {name: until for name, until in hidden[host].items() if until > value}
+            disk.fail(*(FuseRule("readdir", name=f"root/{name}") for name in hidden[host]))
+        name = f"step-{draw.randrange(1, 6)}"
+        path = f"{mounts[here].path}/root/{name}"
+        if draw.random() < 0.7:
+            save(path, value, base=draw.choice(["auto", "auto", None]), step=value)
+            if name not in committed:
+                hidden[1 - here][name] = value + draw.randrange(1, 6)
+            committed[name] = value, here
+        elif name in committed:
+            try:
+                remove(path)
+            except CheckpointError:  # this host does not see it yet
+                assert committed[name][1] != here
+            else:
+                del committed[name]
+        if draw.random() < 0.3:
+            session_of().engine.shared.last_commit = None  # as another process
+        for one, (expected, host) in committed.items():
+            check(f"{mounts[host].path}/root/{one}", expected)
+            with suppress(CheckpointNotFoundError, HiddenError):  # it is not seen there yet
+                check_elsewhere(f"{mounts[1 - host].path}/root/{one}", expected)
+
+
 def test_a_folder_that_another_host_has_removed_is_created_again(mounts: tuple[FuseDisk, FuseDisk]) -> None:
     """Although this host has cached that it is there."""
     first, second = (f"{one.path}/root" for one in mounts)
