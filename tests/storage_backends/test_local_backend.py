@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -356,6 +357,22 @@ def test_directory_that_vanishes_under_mkdir(backend: LocalBackend, monkeypatch:
     backend.put("dir/object", b"x")
     assert len(lost) == 1
     assert backend.get("dir/object") == b"x"
+
+
+@pytest.mark.parametrize("size", [3, 5000])
+def test_a_document_is_read_to_its_end_whatever_size_is_reported(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """As of a file that another host has replaced, where asking for the size anew does not help."""
+    content, look = bytes(range(200)) * 5, os.fstat
+    backend.put("doc", content)
+
+    def stale(fd: int) -> SimpleNamespace:
+        found = look(fd)
+        return SimpleNamespace(st_mode=found.st_mode, st_size=size, st_ino=found.st_ino, st_mtime_ns=found.st_mtime_ns)
+
+    monkeypatch.setattr(os, "fstat", stale)
+    assert backend.get("doc") == content
 
 
 def test_directories_that_this_host_believes_to_exist(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
