@@ -315,6 +315,7 @@ class _Following:
         self._out, self._pusher, self._push = out, pusher, push
         self._last: Checkpoint | None = None  # unless it can never be pushed
         self._reached = 0  # engines that took it
+        self._version: int | str | None = None  # their name for it
         self._looked = 0.0
 
     def push(self, checkpoint: Checkpoint) -> None:
@@ -331,6 +332,7 @@ class _Following:
             then = f"; trying again every {_LOOK_S:g} s" if may_pass else ""
             click.echo(f"bcp: step {checkpoint.step} was not pushed{then}: {printable(str(error))}", err=True)
         else:
+            self._version = report.version
             self._reached = len({worker.engine for worker in report.workers} - report.failed.keys())
             self._out.document({"source": checkpoint.url, **report.plain(), "total_s": report.total_s})
             _warn(report)
@@ -351,7 +353,9 @@ class _Following:
         except BytecheckpointError:
             self._reached = 0  # an engine is down, and gets it again
             return False
-        return len(answering) > self._reached or any(one["version"] is None for engine in answering for one in engine)
+        workers = [worker for engine in answering for worker in engine]
+        has_restarted = any(not one["pushed"] and one["version"] != self._version for one in workers)
+        return has_restarted or len(answering) > self._reached
 
 
 def _resume(out: Output, engines: list[Engine], deadline_s: float) -> None:

@@ -296,7 +296,8 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
         elif kind == "reload":
             worker.reload()
             pipe.send(None)
-        elif kind == "forget":
+        elif kind in ("forget", "start version"):
+            worker.start_version = argument
             receiver.close()
             receiver = Receiver(worker, device=device)
             pipe.send(None)

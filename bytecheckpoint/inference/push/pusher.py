@@ -192,10 +192,11 @@ class Pusher:
         rank 0 only.
 
         Returns:
-            For each worker a map of ``version`` (None for what it started with, or has loaded without a push),
-            ``inconsistent_reason`` (empty when it serves one consistent version), ``intact`` (whether it can roll back
-            to what it serves), ``digest`` of the version, ``bytes`` of host memory in use, and ``set_aside``, the bytes
-            that the last stream copied out of the way because the engine read them in another order than recorded.
+            For each worker a map of ``version`` (None for what it has loaded without a push, unless it started from a
+            checkpoint with a step), ``pushed`` (whether a push applied it), ``inconsistent_reason`` (empty when it
+            serves one consistent version), ``intact`` (whether it can roll back to what it serves), ``digest`` of the
+            version, ``bytes`` of host memory in use, and ``set_aside``, the bytes that the last stream copied out of
+            the way because the engine read them in another order than recorded.
 
         Raises:
             EngineError: An engine failed.
@@ -203,7 +204,10 @@ class Pusher:
         """
         answers = self._coordinator.states(Budget(self._deadline_s))
         kept = ("version", "inconsistent_reason", "intact", "digest", "bytes", "set_aside")
-        return [[{key: answer[key] for key in kept} for answer in of_engine] for of_engine in answers]
+        return [
+            [{**{key: answer[key] for key in kept}, "pushed": bool(answer["applied_by"])} for answer in of_engine]
+            for of_engine in answers
+        ]
 
     def release(self) -> None:
         """Make the workers free the memory of pushes. On rank 0 only.
