@@ -5,9 +5,9 @@
         --served-model-name policy --worker-extension-cls bytecheckpoint.inference.vllm.worker.WorkerExtension
     torchrun --nproc-per-node 2 examples/trl_grpo.py --engine http://127.0.0.1:8000 --root runs/grpo
 
-The script goes on at its newest checkpoint. The reward is the share of even digits. For your own training, copy
-``Checkpoints``, which saves and resumes any Trainer of transformers or TRL (on SIGTERM, all processes save the current
-step and exit), and ``Rollouts``, the ``rollout_func`` of a ``GRPOTrainer``. The trainer's processes need no vLLM.
+The script goes on at its newest checkpoint; on SIGTERM, all processes save the current step and exit. The reward is the
+share of even digits. For your own training, copy ``Rollouts``, the ``rollout_func`` of a ``GRPOTrainer``. The trainer's
+processes need no vLLM.
 """
 
 from __future__ import annotations
@@ -16,49 +16,22 @@ import argparse
 import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import datasets
 import tokenizers
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainerState
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-import bytecheckpoint as bcp
 from bytecheckpoint.inference.push import HttpEngine, Pusher
+from bytecheckpoint.integrations.transformers import BcpTrainerMixin
 
 LENGTH = 12
 
 
-class Checkpoints(TrainerCallback):
-    """Saves a Trainer's steps with the manager, and resumes from the newest one. Use it with ``save_strategy="no"``."""
-
-    def __init__(self, manager):
-        self.manager, self.found = manager, manager.latest()
-
-    def train(self, trainer):
-        trainer.add_callback(self)
-        if self.found is None:
-            return trainer.train()
-        trainer._load_from_checkpoint = lambda *_: None  # on_train_begin does
-        with TemporaryDirectory() as folder:  # the Trainer reads its step only from a file
-            TrainerState(**self.found.tree("trainer")).save_to_json(f"{folder}/trainer_state.json")
-            return trainer.train(resume_from_checkpoint=folder)
-
-    def on_train_begin(self, args, state, control, *, model, optimizer, lr_scheduler, **_):
-        if self.found is not None:
-            bcp.load(self.found.url, {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler})
-
-    def on_step_begin(self, args, state, control, **_):
-        if self.found is not None:  # now, because the Trainer has drawn numbers to skip batches
-            bcp.load(self.found.url, {"rng": bcp.RNGState()})
-            self.found = None
-
-    def on_step_end(self, args, state, control, *, model, optimizer, lr_scheduler, **_):
-        parts = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "rng": bcp.RNGState()}
-        self.manager.save(state.global_step, lambda: {**parts, "trainer": asdict(state)})
+class PolicyTrainer(BcpTrainerMixin, GRPOTrainer):
+    """A GRPOTrainer that saves and resumes with this library."""
 
 
 class Rollouts:
@@ -138,7 +111,8 @@ def main():
         max_completion_length=LENGTH,
         learning_rate=3e-3,
         logging_steps=1,
-        save_strategy="no",
+        save_steps=args.save_every,
+        save_total_limit=2,
         report_to=[],
         bf16=False,
         disable_tqdm=True,
@@ -146,7 +120,7 @@ def main():
     )
     prompts = datasets.Dataset.from_list([{"prompt": f"{a} {b}"} for a in range(10) for b in range(10)])
     rollouts = Rollouts(args.engine)
-    trainer = GRPOTrainer(
+    trainer = PolicyTrainer(
         model,
         share_of_even_digits,
         settings,
@@ -155,8 +129,8 @@ def main():
         rollout_func=rollouts,
         callbacks=[PrintSteps()],
     )
-    with bcp.CheckpointManager(args.root, cadence=args.save_every, keep=2) as manager, rollouts.pusher:
-        Checkpoints(manager).train(trainer)
+    with rollouts.pusher:
+        trainer.train(resume_from_checkpoint=True)
         rollouts.push(trainer)
 
 

@@ -28,7 +28,7 @@ class AppState(Mapping[str, Any]):
     It stands for a state wherever one is accepted. A save stores every section. ``load`` and
     ``CheckpointManager.resume`` fill all sections but the late ones, which ``load_late`` then fills from the same
     checkpoint. Late is what the job itself changes while it resumes, such as random states: data loaders draw numbers
-    as they skip the batches that were consumed before.
+    as they skip the batches that were consumed before, and until they return the first one.
 
     Args:
         sections: Maps section names to objects, or a function that returns such a mapping. Every save and load calls
@@ -42,8 +42,9 @@ class AppState(Mapping[str, Any]):
     Example:
         >>> app = bcp.AppState({"model": model, "optimizer": optimizer, "rng": bcp.RNGState()}, late=["rng"])
         >>> bcp.load("runs/7b/step-1000", app)
-        >>> batches = skip_consumed(data_loader)
-        >>> app.load_late()
+        >>> for batch in skip_consumed(data_loader):
+        ...     app.load_late()  # does nothing from the second time on
+        ...     train_step(batch)
     """
 
     def __init__(self, sections: Sections, *, late: Collection[str] = (), optional: Collection[str] = ()) -> None:

@@ -79,7 +79,7 @@ def test_kill_all_ranks_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         def kill(version: str) -> None:
             if version == "6" and all(rank.poll() is None for rank in first):
-                until(lambda: (root / "step-4" / "manifest.msgpack").exists(), "the checkpoint of step 4")
+                until(lambda: (root / "checkpoint-4" / "manifest.msgpack").exists(), "the checkpoint of step 4")
                 for rank in first:
                     rank.send_signal(signal.SIGKILL)
 
@@ -92,7 +92,7 @@ def test_kill_all_ranks_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert len({line["grad_norm"] for line in before.values()}) == 6
         assert engine.versions == [*"0123456", *"45678"]
         assert not engine.is_paused
-        found = bcp.open(root / "step-8").state_dict("model")
+        found = bcp.open(root / "checkpoint-8").state_dict("model")
         served = dict(engine.model.named_parameters())
         assert found.keys() == served.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in served.items())

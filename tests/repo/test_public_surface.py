@@ -46,6 +46,8 @@ NEEDS = {
     "bytecheckpoint.inference.vllm.trainer": "vllm",
     "bytecheckpoint.inference.vllm.model": "vllm",
     "bytecheckpoint.inference.vllm.loader": "vllm",
+    "bytecheckpoint.integrations.accelerate": "accelerate",
+    "bytecheckpoint.integrations.transformers": "accelerate",
 }
 
 

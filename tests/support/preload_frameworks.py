@@ -19,3 +19,6 @@ with (
             importlib.import_module(f"megatron.core.{_name}")
     if find_spec("deepspeed"):
         importlib.import_module("deepspeed")
+    if find_spec("peft"):
+        for _name in ("transformers.trainer", "transformers.models.llama.modeling_llama"):
+            importlib.import_module(_name)

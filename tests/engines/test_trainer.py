@@ -1,0 +1,180 @@
+"""``BcpTrainer``: a Trainer is killed, resumes, and equals an uninterrupted one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import NoValidCheckpointError, UsageError
+from bytecheckpoint.testing.ranks import RankPool, RanksFailed
+
+pytest.importorskip("peft")
+
+import transformers
+from trainer_training import CountingTrainer, free_port, make_model, settings, train, train_on_ranks
+
+from bytecheckpoint.integrations.transformers import OVERRIDDEN, BcpTrainer, BcpTrainerMixin
+
+pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def _train_alone(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    train(**arguments)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(tmp_path_factory.mktemp("uninterrupted"))
+
+
+def test_a_killed_training_resumes_bit_equal(pool: RankPool, uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+    arguments = {"root": tmp_path, "signalled": (8, signal.SIGKILL), "kind": CountingTrainer}
+    pool.run(_train_alone, arguments, world_size=1, backend=None, expect_death={0: signal.SIGKILL})
+    assert bcp.latest(tmp_path).step in (3, 6)
+    resumed = train(tmp_path, kind=CountingTrainer)
+    assert resumed.pop("counter") == 10, "the subclass reads its own file"
+    assert resumed == {name: one for name, one in uninterrupted.items() if name != "counter"}
+    assert bcp.latest(tmp_path).step == 10
+
+
+def test_sigterm_saves_the_step_and_exits(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path, signalled=(5, signal.SIGTERM))
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert bcp.latest(tmp_path).step == 5
+    assert train(tmp_path) == uninterrupted
+
+
+def test_the_best_model_is_kept_and_loaded(tmp_path: Path) -> None:
+    # A rate at which the model becomes worse.
+    arguments = {"load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 0.5, "warmup_steps": 3}
+    trained = train(tmp_path, **arguments)
+    best = min(trained["evaluations"], key=trained["evaluations"].get)
+    assert trained["best"] == str(tmp_path / f"checkpoint-{best}")
+    stored = bcp.open(trained["best"])
+    assert trained["sums"] == {name: stored[f"model.{name}"][...].double().sum().item() for name in trained["sums"]}
+
+
+def test_a_limit_keeps_the_newest(tmp_path: Path) -> None:
+    train(tmp_path, save_total_limit=2)
+    assert {one.name for one in tmp_path.glob("checkpoint-*")} == {"checkpoint-9", "checkpoint-10"}
+
+
+def test_options_as_in_a_file_of_settings(tmp_path: Path) -> None:
+    checkpoints = {"root": str(tmp_path / "root"), "save": {"codec": "zstd"}, "async_save": False}
+    train(tmp_path / "output", checkpoints=checkpoints, save_only_model=True)
+    found = bcp.latest(tmp_path / "root")
+    assert {section.name for section in found.manifest.sections} == {"model", "trainer"}
+    assert "zstd" in found.manifest.files.codec
+    assert not list((tmp_path / "output").glob("checkpoint-*"))
+
+
+def test_a_root_without_valid_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, max_steps=3)
+    assert "there is no checkpoint below" in caplog.text
+    (tmp_path / "checkpoint-3" / "manifest.msgpack").write_bytes(b"damaged")
+    with pytest.raises(NoValidCheckpointError):
+        train(tmp_path, max_steps=4)
+    train(tmp_path, max_steps=4, save_steps=4, checkpoints={"allow_fresh": True})
+    assert bcp.latest(tmp_path).step == 4
+
+
+def test_a_folder_that_the_trainer_itself_wrote(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+    train(tmp_path, kind=transformers.Trainer, resume=False, max_steps=6, lr_scheduler_kwargs={})
+    native = tmp_path / "checkpoint-6"
+    (native / "checkpoint-is-incomplete.txt").write_text("")
+    resumed = train(tmp_path, max_steps=6)
+    assert resumed["losses"].keys() == {*range(4, 7)} | {1, 2, 3}, "it resumes from checkpoint-3"
+    assert bcp.latest(tmp_path).step == 6
+
+
+def test_a_path(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+    train(tmp_path / "first")
+    resumed = train(tmp_path / "second", resume=tmp_path / "first" / "checkpoint-3")
+    assert resumed == uninterrupted
+    with pytest.raises(Exception, match="checkpoint-4"):
+        train(tmp_path / "second", resume=str(tmp_path / "first" / "checkpoint-4"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}},
+    ],
+    ids=["ddp", "fsdp-2"],
+)
+def test_two_ranks_die_in_a_save_and_resume(pool: RankPool, tmp_path: Path, changes: dict[str, Any]) -> None:
+    def run(root: str, killed: int | None, **expected: Any) -> list[Any]:
+        return pool.run(train_on_ranks, free_port(), str(tmp_path / root), killed, changes, backend=None, **expected)
+
+    whole = run("uninterrupted", None)
+    with pytest.raises(RanksFailed, match="rank 1"):  # the other one raises an error that names it
+        run("killed", 6)
+    found = bcp.latest(tmp_path / "killed")
+    assert found.step == 3
+    is_sharded = len(found.manifest.shards) > len(found.manifest.tensors)
+    assert is_sharded == bool(changes)
+    assert run("killed", None) == whole
+    alone = train(tmp_path / "killed", resume=tmp_path / "killed" / "checkpoint-9")
+    assert alone["losses"].keys() == whole[0]["losses"].keys()
+
+
+def test_adapters_alone(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from trl import SFTTrainer
+
+    class Tuner(BcpTrainerMixin, SFTTrainer):
+        pass
+
+    def tune(root: str, **changes: Any) -> dict[str, Any]:
+        return train(
+            tmp_path / root,
+            kind=BcpTrainer,
+            model=get_peft_model(make_model(), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1)),
+            checkpoints={"save": {"trainable_only": True}},
+            **changes,
+        )
+
+    assert issubclass(Tuner, SFTTrainer)
+    expected = tune("uninterrupted")
+    with pytest.raises(SystemExit):
+        tune("killed", signalled=(4, signal.SIGTERM))
+    names = bcp.latest(tmp_path / "killed").manifest.tensors.names
+    assert all("lora" in name for name in names if name.startswith("model."))
+    assert tune("killed") == expected
+
+
+def test_a_push_of_checkpoint_folders_is_refused(tmp_path: Path) -> None:
+    arguments = settings(tmp_path, push_to_hub=True, hub_strategy="every_save", hub_model_id="a/b", eval_strategy="no")
+    with pytest.raises(UsageError, match="hub_strategy='end'"):
+        _without_hub(arguments)
+
+
+def _without_hub(arguments: Any) -> BcpTrainer:
+    class Offline(BcpTrainer):
+        def init_hf_repo(self, token: str | None = None) -> None:
+            """It would connect to the hub."""
+
+    return Offline(make_model(), arguments)
+
+
+def test_the_trainer_has_the_methods_that_are_overridden() -> None:
+    assert [name for name in OVERRIDDEN if not hasattr(transformers.Trainer, name)] == []
+    own = {name for name in vars(BcpTrainerMixin) if callable(getattr(BcpTrainerMixin, name))}
+    overridden = {name for name in own if hasattr(transformers.Trainer, name)} - {"__init__"}
+    assert overridden <= {*OVERRIDDEN}
