@@ -21,7 +21,7 @@ from network_hosts import Hosts, enter_host, network_hosts
 from torch.distributed import TCPStore
 
 import bytecheckpoint as bcp
-from bytecheckpoint.control import SocketCommunicator
+from bytecheckpoint.control.communicator import SocketCommunicator
 from bytecheckpoint.errors import BytecheckpointError
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
@@ -103,9 +103,9 @@ def _save(rank: int, world_size: int, path: str) -> tuple[str, str, float] | Non
 
 def _load(rank: int, world_size: int, path: str) -> bool:
     *_, checkpointer, _options = _job
-    state = {"model": {"w": torch.zeros(1000)}, "extra_state": {"step": 0}}
+    state: dict[str, Any] = {"model": {"w": torch.zeros(1000)}, "extra_state": {"step": 0}}
     checkpointer.load(path, state)
-    return bool(torch.equal(state["model"]["w"], torch.arange(1000.0))) and state["extra_state"] == {"step": 5}  # type: ignore[call-overload]
+    return bool(torch.equal(state["model"]["w"], torch.arange(1000.0))) and state["extra_state"] == {"step": 5}
 
 
 @pytest.fixture(scope="module")
