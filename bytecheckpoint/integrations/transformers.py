@@ -61,7 +61,7 @@ class BcpTrainerMixin:
 
     Write it before the class of the Trainer: ``class MyTrainer(BcpTrainerMixin, SFTTrainer): ...``. The Trainer decides
     when to save, and ``save_total_limit``, ``load_best_model_at_end`` and ``save_only_model`` mean what they mean
-    there. Its own state, and whatever files a subclass writes beside it, are stored with the model. On SIGTERM, all
+    there. Its own state, and whatever files a subclass writes next to it, are stored with the model. On SIGTERM, all
     processes save and exit.
 
     ``train(resume_from_checkpoint=True)`` resumes from the newest checkpoint, at any number of processes, or begins if
@@ -129,21 +129,21 @@ class BcpTrainerMixin:
             given["keep"] = limit
         return CheckpointManager(self._root, **given)
 
-    def _resume_path(self, wanted: Any, folder: str) -> str | None:
+    def _resume_path(self, requested: Any, folder: str) -> str | None:
         """Return the folder that the Trainer reads; one below ``folder`` for a checkpoint of this library."""
         assert self._manager is not None
-        native = _newest_native(self.args.output_dir) if wanted is True else None
+        native = _newest_native(self.args.output_dir) if requested is True else None
         # Also where nothing is resumed: the manager begins to handle signals.
-        newest = self._manager.latest(allow_fresh=self._allow_fresh or native is not None or not wanted)
-        if not wanted:
+        newest = self._manager.latest(allow_fresh=self._allow_fresh or native is not None or not requested)
+        if not requested:
             return None
-        if wanted is True and (newest is None or (native is not None and native[0] > (newest.step or 0))):
+        if requested is True and (newest is None or (native is not None and native[0] > (newest.step or 0))):
             if native is None:
                 _log.warning("there is no checkpoint below %s: training begins", self._root)
             return None if native is None else native[1]
-        self._resumed = newest if wanted is True else _open_own(Location.of(wanted, self._root.storage_options))
+        self._resumed = newest if requested is True else _open_own(Location.of(requested, self._root.storage_options))
         if self._resumed is None:
-            return str(wanted)
+            return str(requested)
         path = Path(folder, _NAME.format(step=self._resumed.step))
         path.mkdir()
         for name, data in self._resumed.tree(_TRAINER).items():

@@ -25,7 +25,7 @@ _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "n
 
 
 class _Counts(transformers.Trainer):
-    """Writes a file beside the Trainer's and reads it again, as the ``GRPOTrainer`` of TRL does."""
+    """Writes a file next to the Trainer's and reads it again, as the ``GRPOTrainer`` of TRL does."""
 
     counter = 0
 
