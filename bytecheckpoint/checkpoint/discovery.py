@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeGuard
 
 from ..engine.objects import OBJECTS, files_of
@@ -26,6 +27,7 @@ from ..errors import (
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.messages import listed
+from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX, attempts_among
 from .lineage import Abandoned, OrderKey, abandoned_in, order_key, series_of, step_of, trailing_number
@@ -48,6 +50,7 @@ BestMode = Literal["min", "max"]
 
 _MOST_PROBLEMS_SHOWN = 10
 _MOST_FILES_SHOWN = 3
+_READERS = 16  # folders that are listed and read at the same time
 _MOST_SEARCHES = 10  # for a root whose checkpoints are replaced faster than they are opened
 
 # In a folder whose name ends in a number: a checkpoint of training, and not a model that was downloaded.
@@ -421,7 +424,13 @@ def list_checkpoints(root: Location, *, depth: int = 1) -> list[Listing]:
     Does not descend into checkpoints, and reads manifests only. Raises ``CheckpointNotFoundError`` if nothing is
     stored at ``root``, and ``StorageError``.
     """
-    found = list(_list_folder(root, ".", depth, Abandoned()))
+    found: list[Listing] = []
+    folders = [(".", Abandoned())]
+    with Threads(_READERS, thread_name_prefix="bcp-list") as threads:
+        for left in reversed(range(depth + 1)):
+            seen = [*threads.map(partial(_list_folder, root, left), folders)]
+            found += [one for one, _ in seen if one is not None]
+            folders = [below for _, folders_below in seen for below in folders_below]
     if not found:
         raise CheckpointNotFoundError(f"nothing is stored at {root}; check the path")
     return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.name))
@@ -444,29 +453,35 @@ def newest_listed(root: Location, found: Sequence[Listing]) -> str | None:
     return max(newest, default=(None, None))[1]
 
 
-def _list_folder(root: Location, name: str, depth: int, abandoned: Abandoned) -> Iterator[Listing]:
-    backend = root.open()
+_Folder: TypeAlias = tuple[str, Abandoned]
+"""The path of a folder below a root, and what rollbacks have abandoned in it."""
+
+
+def _list_folder(root: Location, depth: int, folder: _Folder) -> tuple[Listing | None, list[_Folder]]:
+    """Return the listing of one folder, and the folders in it that may have others, if ``depth`` levels are left."""
+    name, abandoned = folder
+    backend = (root if name == "." else root.join(name)).open()
     children = backend.list_children("")
-    attempts = attempts_among(children)
-    folders = [child[:-1] for child in children if child.endswith("/") and child[:-1] not in (*attempts, OBJECTS)]
+    attempts = tuple(attempts_among(children))
     if MANIFEST_KEY in children:
         try:
             manifest = read_manifest(backend)
-            is_abandoned = manifest.attempt in abandoned.attempts
-            yield _committed(name, backend.url, manifest, attempts, is_abandoned=is_abandoned)
         except CheckpointError as error:
-            yield Listing(name, backend.url, "broken", str(error), tuple(attempts))
-    elif attempts:
+            return Listing(name, backend.url, "broken", str(error), attempts), []
+        return _committed(
+            name, backend.url, manifest, attempts, is_abandoned=manifest.attempt in abandoned.attempts
+        ), []
+    inner = [child[:-1] for child in children if child.endswith("/") and child[:-1] not in (*attempts, OBJECTS)]
+    found = None
+    if attempts:
         problem = f"{len(attempts)} save(s) began and none was committed"
-        yield Listing(name, backend.url, "partial", problem, tuple(attempts))
-    elif children and (name != "." or not folders) and (depth == 0 or not folders):
-        yield Listing(name, backend.url, "other", f"it has no {MANIFEST_KEY}")
-    if MANIFEST_KEY in children or depth == 0:
-        return
-    abandoned = abandoned_in(backend, children)
-    for folder in folders:
-        child = folder if name == "." else f"{name}/{folder}"
-        yield from _list_folder(root.join(folder), child, depth - 1, abandoned)
+        found = Listing(name, backend.url, "partial", problem, attempts)
+    elif children and (name != "." or not inner) and (depth == 0 or not inner):
+        found = Listing(name, backend.url, "other", f"it has no {MANIFEST_KEY}")
+    if depth == 0:
+        return found, []
+    below = abandoned_in(backend, children)
+    return found, [(one if name == "." else f"{name}/{one}", below) for one in inner]
 
 
 def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str], *, is_abandoned: bool) -> Listing:

@@ -55,8 +55,9 @@ def ls_command(out: Output, at: Locate, root: str, *, depth: int, incomplete: bo
     found = list_checkpoints(at(root), depth=depth)
     latest = newest_listed(at(root), found)
     waiting = _waiting_uploads(at(root))
-    document = {"root": root, "latest": latest, "entries": [_listing(one) for one in found], "uploads_waiting": waiting}
-    out.document(document)
+    if out.as_json:
+        entries = [_listing(one) for one in found]
+        out.document({"root": root, "latest": latest, "entries": entries, "uploads_waiting": waiting})
     _print_checkpoints(out, [one for one in found if one.status == "checkpoint"], latest)
     for one in found:
         if one.status != "checkpoint":

@@ -8,18 +8,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
 from ..errors import without_userinfo
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIME_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-_WIDTH_WITHOUT_TERMINAL = 1000  # columns, so that nothing is truncated
 
 
 def size_text(nbytes: int) -> str:
@@ -83,16 +82,15 @@ class Output:
         """Print a table unless ``as_json`` is set. Columns whose title begins with ``>`` are right-aligned."""
         if self.as_json or not rows:
             return
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in columns:
-            right = column.startswith(">")
-            table.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
-        for row in rows:
-            table.add_row(*(printable(cell) for cell in row))
-        console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
-        if not console.is_terminal:
-            console.width = _WIDTH_WITHOUT_TERMINAL
-        console.print(table)
+        titles = [column.lstrip(">") for column in columns]
+        cells = [titles, *([printable(cell).replace("\n", "\\n") for cell in row] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        justify = [str.rjust if column.startswith(">") else str.ljust for column in columns]
+        lines = [
+            "  ".join(place(cell, width) for place, cell, width in zip(justify, row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+        click.echo("\n".join([click.style(lines[0], bold=True), *lines[1:]]))
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -132,17 +130,14 @@ class _StageBar:
 @contextmanager
 def _bars() -> Iterator[Progress | None]:
     """Yield None if standard error is not a terminal."""
-    console = Console(file=sys.stderr, markup=False, highlight=False)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         yield None
         return
+    from rich.console import Console  # here, because it takes a tenth of the time that a short command has
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(file=sys.stderr, markup=False, highlight=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True))
     speed = (TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, *speed, console=console, transient=True) as bars:
         yield bars
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Leave it to the command, as for output that rich does not print."""
-        raise BrokenPipeError

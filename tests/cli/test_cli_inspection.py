@@ -20,7 +20,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.cli import cli
 from bytecheckpoint.cli.options import exit_code
-from bytecheckpoint.cli.output import age_text, plain, printable, size_text
+from bytecheckpoint.cli.output import Output, age_text, plain, printable, size_text
 from bytecheckpoint.testing import time_limit
 
 
@@ -219,6 +219,12 @@ def test_output_helpers() -> None:
     assert printable("a\x1b[31mb\u202ec\nd") == "a\\x1b[31mb\\u202ec\nd"
     assert [size_text(n) for n in (0, 1023, 1536, 5 << 30)] == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB"]
     assert plain({1: (float("nan"), b"x", {"y": 1.5})}) == {"1": ["nan", "b'x'", {"y": 1.5}]}
+
+
+def test_a_table_has_one_line_per_row(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(as_json=False).table(("NAME", ">SIZE"), [("a", 1), ("two\nlines\x1b", 1000)])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["NAME            SIZE", "a                  1", r"two\nlines\x1b  1000"]
 
 
 _MAIN = "from bytecheckpoint.cli import main; main()"
