@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -19,8 +20,10 @@ from ..foreign.opening import CheckpointSource
 from ..format.manifest import FORMAT_VERSION
 from ..loading.options import LoadOptions
 from ..rules import Rules
+from ..runtime.messages import format_ranks
+from ..tensors.dtypes import DTYPES
 from .options import EXIT_NEGATIVE, DependentOption, Locate, command
-from .output import Output, plain, size_text
+from .output import Output, count_text, plain, size_text
 from .rules_options import rules_options
 
 _MAX_VALUE_CHARACTERS = 160  # in the table; --json prints values in full
@@ -94,11 +97,7 @@ def inspect_command(
         out.table(("TENSOR", "DTYPE", "SHAPE", ">SHARDS", ">SIZE"), rows)
     if files:
         _print_files(out, document["files"])
-    for value in document.get("values", []):
-        text = " ".join(str(value["value"]).split())
-        if len(text) > _MAX_VALUE_CHARACTERS:
-            text = f"{text[:_MAX_VALUE_CHARACTERS]} ... (--json prints all)"
-        out.line(f"{value['name']} = {text}")
+    _print_values(out, document.get("values", []))
 
 
 @command("verify")
@@ -174,7 +173,19 @@ def _section(found: Checkpoint, index: int) -> dict[str, Any]:
     section = manifest.sections[index]
     rows = manifest.section_tensors(section.name)
     nbytes = manifest.shard_nbytes[(manifest.tensors.section == index)[manifest.shards.tensor]]
-    return {"name": section.name, "kind": section.kind, "tensors": len(rows), "tensor_bytes": int(nbytes.sum())}
+    elements = manifest.tensors.numel()[rows]
+    by_dtype = {
+        dtype.name: int(elements[manifest.tensors.dtype[rows] == dtype.code].sum()) * dtype.itemsize
+        for dtype in DTYPES.values()
+    }
+    return {
+        "name": section.name,
+        "kind": section.kind,
+        "tensors": len(rows),
+        "elements": int(elements.sum()),
+        "tensor_bytes": int(nbytes.sum()),
+        "dtypes": {name: size for name, size in sorted(by_dtype.items(), key=lambda one: -one[1]) if size},
+    }
 
 
 def _tensor(found: Checkpoint, row: int, *, with_shards: bool) -> dict[str, Any]:
@@ -232,6 +243,11 @@ def _values(found: Checkpoint) -> list[dict[str, Any]]:
 
 def _print_summary(out: Output, document: Mapping[str, Any]) -> None:
     out.line(document["url"])
+    models = [one for one in document["sections"] if one["kind"] == "module" or one["name"] == "model"]
+    if any(one["elements"] for one in models):
+        model = _total(models, "")
+        shares = _shares(model)
+        out.line(f"  {count_text(model['elements'])} parameters, {size_text(model['tensor_bytes'])}, {shares}")
     size = f"{size_text(document['bytes'])} in {document['file_count']} file(s)"
     if document["library_version"]:
         out.line(f"  step {_text(document['step'])}, saved {document['created']} by {document['world_size']} rank(s)")
@@ -250,11 +266,46 @@ def _print_summary(out: Output, document: Mapping[str, Any]) -> None:
     if document["metadata"]:
         out.line(f"  metadata {document['metadata']}")
     out.line()
-    rows = [(s["name"], s["kind"], s["tensors"], size_text(s["tensor_bytes"])) for s in document["sections"]]
-    out.table(("SECTION", "KIND", ">TENSORS", ">SIZE"), rows)
+    sections = [*document["sections"]]
+    if len(sections) > 1:
+        sections.append(_total(sections, "all"))
+    rows = [
+        (s["name"], s["kind"], s["tensors"], count_text(s["elements"]), size_text(s["tensor_bytes"]), _shares(s))
+        for s in sections
+    ]
+    out.table(("SECTION", "KIND", ">TENSORS", ">ELEMENTS", ">SIZE", "DTYPES"), rows)
     for alias, name in document["aliases"].items():
         out.line(f"{alias} is tied to {name}")
     out.line()
+
+
+def _total(sections: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    dtypes: Counter[str] = Counter()
+    for section in sections:
+        dtypes.update(section["dtypes"])
+    sums = {key: sum(section[key] for section in sections) for key in ("tensors", "elements", "tensor_bytes")}
+    return {"name": name, "kind": "", **sums, "dtypes": dict(dtypes.most_common())}
+
+
+def _shares(section: Mapping[str, Any]) -> str:
+    """``bfloat16 54 %, float32 46 %``, without what rounds to nothing."""
+    dtypes: Mapping[str, int] = section["dtypes"]
+    shares = {name: round(100 * size / sum(dtypes.values())) for name, size in dtypes.items()}
+    return ", ".join(f"{name} {share} %" for name, share in shares.items() if share)
+
+
+def _print_values(out: Output, values: Sequence[Mapping[str, Any]]) -> None:
+    """Print each value; one that several ranks have, once."""
+    owners: dict[tuple[str, str], list[int]] = {}
+    for value in values:
+        rank = value["rank"]
+        name = value["name"] if rank is None else value["name"].removesuffix(f"@{rank}")
+        ranks = owners.setdefault((name, " ".join(str(value["value"]).split())), [])
+        ranks += [] if rank is None else [rank]
+    for (name, text), ranks in owners.items():
+        if len(text) > _MAX_VALUE_CHARACTERS:
+            text = f"{text[:_MAX_VALUE_CHARACTERS]} ... (--json prints all)"
+        out.line(f"{name}{'@' if ranks else ''}{format_ranks(ranks)} = {text}")
 
 
 def _print_shards(out: Output, tensors: Sequence[Mapping[str, Any]]) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_COUNT_UNITS = ("", " K", " M", " B", " T")
 _TIME_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
@@ -27,6 +28,14 @@ def size_text(nbytes: int) -> str:
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{nbytes} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def count_text(count: int) -> str:
+    """``22700000`` as ``22.7 M``."""
+    value, unit = float(count), 0
+    while value >= 999.95 and unit < len(_COUNT_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return str(count) if unit == 0 else f"{value:.1f}{_COUNT_UNITS[unit]}"
 
 
 def age_text(time: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import cli_checkpoints as kit
 import click
 import pytest
+import torch
 from warm_python import warm_python
 
 import bytecheckpoint as bcp
@@ -87,6 +88,27 @@ def test_inspect_of_one_process(one: Path, bcp_command) -> None:
     assert {"name": "extra.note", "section": "extra", "rank": None, "value": "hello"} in found["values"]
 
 
+def test_inspect_begins_with_figures_that_people_say(tmp_path: Path, bcp_command) -> None:
+    model = {"a": torch.zeros(1_500_000, dtype=torch.bfloat16), "b": torch.zeros(250_000), "n": torch.tensor(1)}
+    extra = {"scale": torch.zeros(3)}
+    bcp.save(tmp_path, {"model": model, "extra": extra})
+    sections = {s["name"]: s for s in bcp_command("inspect", tmp_path, "--json").json["sections"]}
+    assert sections["model"]["elements"] == 1_750_001
+    assert list(sections["model"]["dtypes"].items()) == [("bfloat16", 3_000_000), ("float32", 1_000_000), ("int64", 8)]
+    lines = bcp_command("inspect", tmp_path, "--no-tensors").stdout.splitlines()
+    rows = [" ".join(line.split()) for line in lines]
+    assert lines[1] == "  1.8 M parameters, 3.8 MiB, bfloat16 75 %, float32 25 %"
+    assert "SECTION KIND TENSORS ELEMENTS SIZE DTYPES" in rows
+    assert "extra tree 1 3 12 B float32 100 %" in rows
+    assert "all 4 1.8 M 3.8 MiB bfloat16 75 %, float32 25 %" in rows
+
+
+def test_inspect_prints_equal_values_of_ranks_once(four: Path, bcp_command) -> None:
+    shown = bcp_command("inspect", four, "--no-tensors", "--values").stdout.splitlines()
+    assert [line for line in shown if line.startswith("own.half")] == ["own.half@0-1 = 0", "own.half@2-3 = 1"]
+    assert [line for line in shown if line.startswith("own.rank")] == [f"own.rank@{rank} = {rank}" for rank in range(4)]
+
+
 def test_inspect_shows_which_rank_wrote_what(four: Path, bcp_command) -> None:
     found = bcp_command("inspect", four, "--shards", "--files", "--values", "-t", "model.emb*", "--json").json
     assert found["world_size"] == 4
@@ -95,7 +117,7 @@ def test_inspect_shows_which_rank_wrote_what(four: Path, bcp_command) -> None:
     assert {shard["rank"] for shard in tensor["shards"]} == {0, 1, 2, 3}
     assert [shard["offsets"] for shard in tensor["shards"]] == [[0, 0], [2, 0], [4, 0], [6, 0]]
     assert {f["rank"] for f in found["files"] if f["section"] == "model"} == {0, 1, 2, 3}
-    assert {v["name"]: v["value"] for v in found["values"] if v["section"] == "own"} == {
+    assert {v["name"]: v["value"] for v in found["values"] if v["name"].startswith("own.rank")} == {
         f"own.rank@{rank}": rank for rank in range(4)
     }
     text = bcp_command("inspect", four, "--files", "-t", "model.emb*").stdout

@@ -57,9 +57,8 @@ def save_one(path: Path, *, seed: int = 0, step: int = 5, lr: float = 0.25) -> T
 
 def save_rank(rank: int, world_size: int, name: str, path: str) -> None:
     built = layouts.build(name, seed=1, steps=2)
-    bcp.save(
-        path, {**built.state, "own": {"rank": bcp.PerRank(rank), "noise": bcp.PerRank(torch.full((2,), rank))}}, step=7
-    )
+    own = {"rank": bcp.PerRank(rank), "noise": bcp.PerRank(torch.full((2,), rank)), "half": bcp.PerRank(rank // 2)}
+    bcp.save(path, {**built.state, "own": own}, step=7)
 
 
 def tensors_of(path: object) -> dict[str, torch.Tensor]:
