@@ -1,4 +1,4 @@
-"""The ``bcp`` command: inspect, verify, compare, rewrite, export, import, average, copy, upload, remove, push."""
+"""The ``bcp`` command: inspect, show, verify, compare, rewrite, export, import, average, copy, upload, remove, push."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "Look": {
         "inspect": ("inspection", "Show tensors, shards, files and values."),
+        "show": ("show", "Show one tensor with statistics, or one plain value."),
         "verify": ("inspection", "Check every byte against its checksum."),
         "diff": ("maintenance", "Compare two checkpoints of any layouts."),
         "trace": ("maintenance", "Merge the traces of all ranks into one file."),

@@ -20,11 +20,11 @@ from ..foreign.opening import CheckpointSource
 from ..format.manifest import FORMAT_VERSION
 from ..loading.options import LoadOptions
 from ..rules import Rules
-from ..runtime.messages import format_ranks
 from ..tensors.dtypes import DTYPES
 from .options import EXIT_NEGATIVE, DependentOption, Locate, command
 from .output import Output, count_text, plain, size_text
 from .rules_options import rules_options
+from .values import print_values, values_of
 
 _MAX_VALUE_CHARACTERS = 160  # in the table; --json prints values in full
 
@@ -84,7 +84,7 @@ def inspect_command(
     if files:
         document["files"] = _files(found)
     if values:
-        document["values"] = _values(found)
+        document["values"] = values_of(found)
     out.document(document)
     _print_summary(out, document)
     _print_rules(out, document.get("rules", []))
@@ -97,7 +97,7 @@ def inspect_command(
         out.table(("TENSOR", "DTYPE", "SHAPE", ">SHARDS", ">SIZE"), rows)
     if files:
         _print_files(out, document["files"])
-    _print_values(out, document.get("values", []))
+    print_values(out, document.get("values", []), _MAX_VALUE_CHARACTERS)
 
 
 @command("verify")
@@ -233,14 +233,6 @@ def _files(found: Checkpoint) -> list[dict[str, Any]]:
     ]
 
 
-def _values(found: Checkpoint) -> list[dict[str, Any]]:
-    return [
-        {"name": value.name, "section": value.section, "rank": value.rank, "value": plain(value.decode())}
-        for value in found.index.values()
-        if not value.only_orders_keys
-    ]
-
-
 def _print_summary(out: Output, document: Mapping[str, Any]) -> None:
     out.line(document["url"])
     models = [one for one in document["sections"] if one["kind"] == "module" or one["name"] == "model"]
@@ -292,20 +284,6 @@ def _shares(section: Mapping[str, Any]) -> str:
     dtypes: Mapping[str, int] = section["dtypes"]
     shares = {name: round(100 * size / sum(dtypes.values())) for name, size in dtypes.items()}
     return ", ".join(f"{name} {share} %" for name, share in shares.items() if share)
-
-
-def _print_values(out: Output, values: Sequence[Mapping[str, Any]]) -> None:
-    """Print each value; one that several ranks have, once."""
-    owners: dict[tuple[str, str], list[int]] = {}
-    for value in values:
-        rank = value["rank"]
-        name = value["name"] if rank is None else value["name"].removesuffix(f"@{rank}")
-        ranks = owners.setdefault((name, " ".join(str(value["value"]).split())), [])
-        ranks += [] if rank is None else [rank]
-    for (name, text), ranks in owners.items():
-        if len(text) > _MAX_VALUE_CHARACTERS:
-            text = f"{text[:_MAX_VALUE_CHARACTERS]} ... (--json prints all)"
-        out.line(f"{name}{'@' if ranks else ''}{format_ranks(ranks)} = {text}")
 
 
 def _print_shards(out: Output, tensors: Sequence[Mapping[str, Any]]) -> None:

@@ -237,7 +237,9 @@ def test_shards_with_equal_checksums_are_not_read(four: Path, tmp_path: Path) ->
 _MEMORY = """
 import sys
 import torch
+from click.testing import CliRunner
 import bytecheckpoint as bcp
+from bytecheckpoint.cli import cli
 from bytecheckpoint.convert.copy import copy
 from bytecheckpoint.convert.diff import diff
 from bytecheckpoint.convert.export import export_safetensors
@@ -255,6 +257,7 @@ reshard(c, root + "/r", files=3, layout="sharded")
 copy(c, root + "/k")
 import_checkpoint(bcp.open(root + "/hf"), root + "/i")
 assert diff(c, bcp.open(root + "/r")).same
+assert CliRunner().invoke(cli, ["show", root + "/c", "model.big"]).exit_code == 0
 print(c.manifest.nbytes, peak() - before)
 """
 
