@@ -28,7 +28,7 @@ from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..tensors.metadata import BasicMeta
 from .configured import ConfiguredModel, is_supported
-from .options import DependentOption, Locate, checked, command, parse_size, rename_option
+from .options import DependentOption, Locate, checked, command, not_negative, parse_size, rename_option
 from .output import Output, size_text
 from .rules_options import rules_options
 
@@ -52,7 +52,9 @@ TorchForm = Literal["dcp", "torch"]
     "--max-file-size", show_default="5GB", callback=parse_size, help="Maximum size of a file, unless --format is torch."
 )
 @click.option(
-    "--cast", metavar="DTYPE", help="Convert floating-point tensors to bfloat16, float16, float32 or float64."
+    "--cast",
+    type=click.Choice(["bfloat16", "float16", "float32", "float64"]),
+    help="Convert floating-point tensors to this dtype.",
 )
 @click.option(
     "--expect",
@@ -97,7 +99,13 @@ TorchForm = Literal["dcp", "torch"]
     help="PEFT's adapter_config.json, which has the scaling. By default, the one that SOURCE has.",
 )
 @click.option(
-    "--lora-alpha", cls=DependentOption, needs="--lora", type=float, metavar="N", help="The scaling is N / rank."
+    "--lora-alpha",
+    cls=DependentOption,
+    needs="--lora",
+    type=float,
+    callback=not_negative,
+    metavar="N",
+    help="The scaling is N / rank.",
 )
 @click.option(
     "--adapter",

@@ -22,7 +22,7 @@ from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..telemetry.trace_files import merge_traces
 from .incomplete import remove_incomplete
-from .options import EXIT_NEGATIVE, DependentOption, Locate, checked, command
+from .options import EXIT_NEGATIVE, DependentOption, Locate, checked, command, not_negative
 from .output import Output, size_text
 from .rules_options import rules_options
 
@@ -42,10 +42,17 @@ from .rules_options import rules_options
     excludes=("--no-values",),
     type=float,
     default=0.0,
+    callback=not_negative,
     help="Tolerance, relative to the value in B.",
 )
 @click.option(
-    "--atol", cls=DependentOption, excludes=("--no-values",), type=float, default=0.0, help="Absolute tolerance."
+    "--atol",
+    cls=DependentOption,
+    excludes=("--no-values",),
+    type=float,
+    default=0.0,
+    callback=not_negative,
+    help="Absolute tolerance.",
 )
 def diff_command(out: Output, at: Locate, a: str, b: str, *, values: bool, rtol: float, atol: float) -> None:
     """Compare the checkpoints A and B, whatever their layouts: names, shapes, dtypes, elements and plain values.
@@ -200,7 +207,8 @@ def average_command(
     "--older-than",
     cls=DependentOption,
     needs="--incomplete",
-    type=click.FloatRange(min=0),
+    type=float,
+    callback=not_negative,
     default=24.0,
     show_default=True,
     metavar="HOURS",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import sys
 import traceback
@@ -19,6 +20,7 @@ from ..errors import (
     CheckpointError,
     CheckpointNotFoundError,
     MismatchError,
+    NameNotFoundError,
     NotACheckpointError,
     StateError,
     StorageError,
@@ -70,6 +72,7 @@ def command(name: str, *, uses_storage: bool = True, finds_urls: bool = False) -
         @functools.wraps(function)
         def run(*, as_json: bool, debug: bool, storage_option: tuple[str, ...] = (), **arguments: Any) -> None:
             with _failures(debug=debug):
+                _refuse_empty(arguments)
                 if storage_option and not finds_urls and not any(map(_is_remote, _texts(arguments.values()))):
                     raise click.UsageError(
                         "--storage-option applies to URLs such as s3://bucket/run, and none is given"
@@ -101,6 +104,7 @@ def exit_code(error: BaseException) -> int:
         (MismatchError, EXIT_NEGATIVE),
         (StateError, EXIT_OTHER),
         (UsageError, EXIT_USAGE),
+        (NameNotFoundError, EXIT_USAGE),
         (CheckpointNotFoundError, 3),
         (NotACheckpointError, 3),
         (CheckpointError, EXIT_CORRUPT),
@@ -148,6 +152,12 @@ def _storage_options(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 def _locate(options: Mapping[str, Any], url: str) -> Location:
     return Location(url, storage_options=options if _is_remote(url) else {})
+
+
+def _refuse_empty(arguments: Mapping[str, object]) -> None:
+    for parameter in click.get_current_context().command.params:
+        if "" in _texts([arguments.get(parameter.name or "")]):
+            raise click.BadParameter("it is empty", param=parameter)
 
 
 def _is_remote(url: str) -> bool:
@@ -207,6 +217,13 @@ def parse_size(context: click.Context, parameter: click.Parameter, value: str | 
     if size < 1:
         raise click.BadParameter(f"{value!r} is less than one byte")
     return size
+
+
+def not_negative(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Accept a finite number of at least 0, or None."""
+    if value is not None and not 0 <= value < math.inf:
+        raise click.BadParameter(f"it must be a finite number of at least 0, not {value:g}")
+    return value
 
 
 def checked(context: click.Context, parameter: click.Parameter, value: Any) -> Any:

@@ -114,10 +114,11 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 @click.option("--watch", "root", metavar="ROOT", help="Push the newest checkpoint below ROOT, and each newer one.")
 @click.option(
     "--watch-timeout",
-    "watch_s",
+    "timeout_s",
     cls=DependentOption,
     needs="--watch",
     type=float,
+    callback=checked,
     metavar="SECONDS",
     help="With --watch, end when no new checkpoint has come for this long.",
 )
@@ -218,7 +219,7 @@ def push_command(
     *,
     urls: tuple[str, ...],
     root: str | None,
-    watch_s: float | None,
+    timeout_s: float | None,
     resumed: tuple[str, ...],
     **given: Any,
 ) -> None:
@@ -253,7 +254,7 @@ def push_command(
     if source is not None and _is_engine(source):
         push.check_engine()
     if root is not None:
-        _follow(out, at(root), watch_s, urls, push)
+        _follow(out, at(root), timeout_s, urls, push)
     elif source is not None:
         _push(out, at(source), urls, push)
 

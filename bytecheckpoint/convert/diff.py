@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -120,12 +121,12 @@ def diff(
         A report.
 
     Raises:
-        UsageError: A tolerance is negative.
+        UsageError: A tolerance is negative or not finite.
         CorruptionError: Stored bytes are damaged or missing.
         StorageError: A store failed.
     """
-    if rtol < 0 or atol < 0:
-        raise UsageError(f"tolerances cannot be negative: rtol {rtol}, atol {atol}")
+    if not (0 <= rtol < math.inf and 0 <= atol < math.inf):
+        raise UsageError(f"tolerances must be finite numbers of at least 0: rtol {rtol}, atol {atol}")
     names_a, names_b = _names(a), _names(b)
     with Rewriter(a.index) as read_a, Rewriter(b.index) as read_b:
         comparison = _Comparison(a, b, read_a, read_b, _closeness(rtol, atol))

@@ -229,7 +229,7 @@ def test_every_error_has_an_exit_code() -> None:
         "UnsupportedURLError": 5,
         "StateError": 6,
         "UsageError": 2,
-        "NameNotFoundError": 6,
+        "NameNotFoundError": 2,
         "CommitUnknownError": 6,
     }
     for name, code in expected.items():

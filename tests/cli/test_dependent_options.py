@@ -1,7 +1,8 @@
-"""Options that would have no effect: without another one, or together with one."""
+"""Invalid usage: options that would have no effect, and values that no command accepts."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,37 @@ def test_an_option_without_effect(bcp_command: Run, one: Path, arguments: str, m
     result = bcp_command(*arguments.replace("{}", str(one)).split())
     assert result.code == 2
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        ("diff none none --rtol -1", "--rtol"),
+        ("diff none none --rtol nan", "--rtol"),
+        ("diff none none --atol inf", "--atol"),
+        ("export none out --cast nosuch", "--cast"),
+        ("export none out --section ''", "--section"),
+        ("export none out --expect ''", "--expect"),
+        ("export none out --lora merge --lora-alpha nan", "--lora-alpha"),
+        ("export {} out --section nosuch", "nosuch"),
+        ("export {} out --lora merge", "lora"),
+        ("average {} {} --output out --section nosuch", "nosuch"),
+        ("import none out --step -1", "--step"),
+        ("copy none out --rate-limit nan", "--rate-limit"),
+        ("latest none --best ''", "--best"),
+        ("ls ''", "ROOT"),
+        ("rm none --incomplete --older-than nan", "--older-than"),
+        ("push none --to http://a --deadline nan", "--deadline"),
+        ("push --watch none --to http://a --watch-timeout -1", "--watch-timeout"),
+        ("push none --to ''", "--to"),
+    ],
+)
+def test_an_invalid_value(bcp_command: Run, one: Path, arguments: str, option: str) -> None:
+    """It is found before anything is read: there is nothing at ``none``."""
+    result = bcp_command(*shlex.split(arguments.replace("{}", str(one))))
+    assert result.code == 2
+    assert option in result.stderr
+    assert not Path("out").exists()
 
 
 def test_every_dependency_is_an_option() -> None:
