@@ -81,8 +81,13 @@ def _print_differences(out: Output, report: DiffReport) -> None:
         out.line(f"{one.name}: {one.kind}: {metas}{counted}{largest}")
     for value in report.values:
         out.line(f"{value.name}: value: {value.a} and {value.b}")
-    read = f"{report.compared} compared, {report.skipped} of them by checksum, {size_text(report.bytes_read)} read"
-    out.line(f"{'identical' if report.same else 'different'}: {read}")
+    counts = {"values differ": len(report.values), "only in A": len(report.only_a), "only in B": len(report.only_b)}
+    found = [
+        f"{report.compared} tensors" if report.same else f"{len(report.tensors)} of {report.compared} tensors differ"
+    ]
+    found += [f"{count} {what}" for what, count in counts.items() if count]
+    read = f"{report.skipped} compared by checksum, {size_text(report.bytes_read)} read"
+    out.line(f"{'identical' if report.same else 'different'}: {', '.join(found)}; {read}")
 
 
 @command("reshard")

@@ -68,7 +68,7 @@ class DiffReport:
         b: URL of the second checkpoint.
         only_a: Names of tensors that only the first checkpoint has, with tied names.
         only_b: Names of tensors that only the second checkpoint has, with tied names.
-        tensors: Tensors that differ.
+        tensors: Tensors that differ: first those of other shapes, then by the largest difference, NaN before all.
         values: Plain values that differ.
         compared: Number of tensors that both have.
         skipped: Number of these that were not read, because their checksums are equal.
@@ -143,12 +143,19 @@ def diff(
         b.url,
         tuple(sorted(names_a.keys() - names_b.keys())),
         tuple(sorted(names_b.keys() - names_a.keys())),
-        tuple(found),
+        tuple(sorted(found, key=_order)),
         tuple(_value_diffs(a, b)) if values else (),
         len(names_a.keys() & names_b.keys()),
         comparison.skipped,
         bytes_read,
     )
+
+
+def _order(one: TensorDiff) -> tuple[int, float, str]:
+    """Sort the largest difference to the front; before it what was not compared, or has no number."""
+    if one.max_abs is None or math.isnan(one.max_abs):
+        return (0 if one.max_abs is None else 1), 0.0, one.name
+    return 2, -one.max_abs, one.name
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, int]:

@@ -9,6 +9,7 @@ import cli_checkpoints as kit
 import layouts
 import pytest
 import torch
+from safetensors.torch import save_file
 from warm_python import warm_python
 
 import bytecheckpoint as bcp
@@ -206,8 +207,24 @@ def test_diff_reports_every_kind_of_difference(one: Path, tmp_path: Path, bcp_co
     assert diff(bcp.open(tmp_path / "a"), bcp.open(tmp_path / "b"), values=False).values == ()
     text = bcp_command("diff", tmp_path / "a", tmp_path / "b").stdout
     assert "model.value: values: float32[4], 2 of 4 elements differ, by at most 3" in text
+    summary = "different: 4 of 5 tensors differ, 3 values differ, 1 only in A, 1 only in B; 1 compared by checksum, "
+    assert text.splitlines()[-1].startswith(summary)
     with pytest.raises(UsageError):
         diff(bcp.open(tmp_path / "a"), bcp.open(tmp_path / "b"), rtol=-1)
+
+
+def test_diff_of_any_sources_begins_with_the_largest_difference(tmp_path: Path, bcp_command) -> None:
+    a = {"small": torch.zeros(3), "big": torch.zeros(3), "nan": torch.zeros(3), "same": torch.ones(2)}
+    b = a | {"small": torch.full((3,), 1.0), "big": torch.full((3,), 2.0), "nan": torch.full((3,), float("nan"))}
+    a, b = a | {"shape": torch.zeros(3)}, b | {"shape": torch.zeros(2)}
+    save_file(a, tmp_path / "a.safetensors")
+    torch.save(b, tmp_path / "b.pt")
+    bcp.save(tmp_path / "c", {"model": b})
+    for other in ("b.pt", "c"):
+        ran = bcp_command("diff", tmp_path / "a.safetensors", tmp_path / other, "--json")
+        assert [one["name"] for one in ran.json["tensors"]] == [
+            f"model.{name}" for name in ("shape", "nan", "big", "small")
+        ]
 
 
 @pytest.mark.parametrize(
