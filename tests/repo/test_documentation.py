@@ -21,8 +21,9 @@ import bytecheckpoint as bcp
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted(
     page
-    for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))
-    if "```python" in page.read_text() and page.name != "rules.md"  # rules/test_rules_page.py runs it
+    for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md"))
+    # rules/test_rules_page.py and examples/test_start_pages.py run the others.
+    if "```python" in page.read_text() and page.name != "rules.md" and page.parent.name != "start"
 )
 BLOCK = re.compile(r"(?:^ *<!-- not run: (?P<reason>.+?) -->\n)?^ *```python\n(?P<code>.*?)^ *```", re.M | re.S)
 
@@ -86,10 +87,17 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_all_python_is_in_blocks_that_are_found() -> None:
     """Python in an indented block is not run, so there is none."""
-    for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")):
+    for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")):
         outside = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
         lines = re.findall(r"^ {4,}.*\bbcp\.\w+\(.*$", outside, re.M)
         assert not lines, f"{page.name}: {lines}"
+
+
+def test_the_reference_contains_every_public_name() -> None:
+    text = (REPOSITORY / "docs" / "reference" / "python.md").read_text()
+    found = re.findall(r"^\.\. auto\w+:: bytecheckpoint\.(\w+)$", text, re.M)
+    # `errors` has its own page, and of `dcp` the page contains the classes.
+    assert sorted(found) == sorted({*dir(bcp)} - {"__version__", "dcp", "errors"})
 
 
 def test_some_blocks_run() -> None:
