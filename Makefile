@@ -46,11 +46,12 @@ JOBS_bytecheckpoint := 0
 JOBS_huggingface := 2
 # Clients and servers of other stores, which no other target needs.
 STORES_VENV := $(VENV)-stores
+DOCS_VENV := $(VENV)-docs
 RELEASE_VENV := $(VENV)-release
 AZURITE := azurite@3.37.0
 HDFS_JARS := pyspark==2.4.8
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
-SOURCES := .ci bytecheckpoint planners storage_backends tests examples benchmarks
+SOURCES := .ci bytecheckpoint planners storage_backends tests examples benchmarks docs/conf.py
 
 # With small tensors on few cores, more threads only compete.
 export OMP_NUM_THREADS := 1
@@ -63,7 +64,7 @@ export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))-deepspeed/extensions
 
 # Parts of `make test` and of `make check`. A part that fails does not keep the others from running.
 LINT_PARTS := style types contracts
-TEST_PARTS := environments $(LINT_PARTS) test-main $(ENGINES:%=test-%) test-pairs \
+TEST_PARTS := environments $(LINT_PARTS) docs test-main $(ENGINES:%=test-%) test-pairs \
   $(if $(filter yes,$(WITH_VLLM)),test-vllm test-vllm-older) $(if $(IS_FULL),test-oldest test-newest test-resolve)
 CHECK_PARTS := $(LINT_PARTS) test-fast
 
@@ -72,13 +73,13 @@ CHECK_PARTS := $(LINT_PARTS) test-fast
 REPEATS := $(if $(IS_FULL),,--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks)
 
 # What TEST_PARTS install, and a warm-up. pip uses one core.
-ENVIRONMENTS = $(STAMP) warm $(ENGINES:%=$(VENV)-%/.installed) $(if $(filter yes,$(WITH_VLLM)),$(VLLM_STAMP) $(OLDER_VLLM:%=$(VLLM_VENV)-%/.installed))
+ENVIRONMENTS = $(STAMP) warm $(ENGINES:%=$(VENV)-%/.installed) $(DOCS_VENV)/.installed $(if $(filter yes,$(WITH_VLLM)),$(VLLM_STAMP) $(OLDER_VLLM:%=$(VLLM_VENV)-%/.installed))
 
 # The tests of `make check`: format, planners, golden files, command line, parts of save and load, repository rules.
 FAST_TESTS := tests/planners tests/format tests/values tests/golden tests/cli tests/repo tests/saving/test_bad_input.py \
   tests/saving/test_write_images.py tests/loading/test_load_rules.py tests/engine tests/state/test_state_tensors.py
 
-.PHONY: help demo environments warm test test-full check coverage test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format bench gpu dist clean test-oldest test-newest test-floors test-resolve
+.PHONY: help demo environments warm test test-full check coverage test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format docs bench gpu dist clean test-oldest test-newest test-floors test-resolve
 
 help:
 	@echo "make demo       train, kill a rank during a save, resume on other layouts (about two minutes)"
@@ -101,6 +102,7 @@ help:
 	@echo "make test-pairs   the matrix of all frameworks and shardings, which needs both of these environments"
 	@echo "make coverage   which lines and branches of the library the tests of test-main run (BCP_TEST_FULL=1: all of them)"
 	@echo "make format     format the code and apply the linter's fixes"
+	@echo "make docs       the documentation site, in build/site"
 	@echo "make bench      benchmarks against hardware limits and other systems; writes docs/performance.md (half an hour;"
 	@echo "                BENCH_ARGS='--peers all' for more systems, BENCH_ARGS='--scale 0.01 --rounds 1' for a trial run)"
 	@echo "make gpu        on a machine with a GPU: tests/gpu and benchmarks in ten minutes, without installing anything;"
@@ -230,7 +232,7 @@ $(STORES_VENV)/.servers: $(STORES_VENV)/.installed
 	  || echo "make: no Azurite"; fi
 	@touch $@
 
-$(ENGINES:%=$(VENV)-%/.installed) $(STORES_VENV)/.installed: $(VENV)-%/.installed: requirements/%.txt $(STAMP)
+$(ENGINES:%=$(VENV)-%/.installed) $(STORES_VENV)/.installed $(DOCS_VENV)/.installed: $(VENV)-%/.installed: requirements/%.txt $(STAMP)
 	@echo "make: installing into $(@D) (once; a few seconds) ..."
 	@$(PYTHON) -m venv --without-pip $(@D)
 	@echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PRINT_SITE)')')" >"$$($(@D)/bin/python -c '$(PRINT_SITE)')/base.pth"
@@ -258,6 +260,12 @@ $(VLLM_VENV)-%/.installed: $(VLLM_STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+
+# From nothing: a page that was removed must not remain, and a warning of an older build would not be repeated.
+docs: $(DOCS_VENV)/.installed
+	@rm -rf build/site build/site-state
+	$(DOCS_VENV)/bin/python -m sphinx -q -W --keep-going -b html -d build/site-state docs build/site
+	@echo "make: the site is in build/site; open build/site/index.html"
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --report $(BENCH_ARGS)

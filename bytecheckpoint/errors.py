@@ -1,6 +1,6 @@
 """Every error this library raises, in one hierarchy.
 
-Builtin base classes are in parentheses: ``except FileNotFoundError`` also catches a missing checkpoint.
+Builtin base classes are in parentheses: ``except FileNotFoundError`` also catches a missing checkpoint::
 
     BytecheckpointError
     ├── UsageError (ValueError)         an argument is invalid, or the call is not allowed at this point

@@ -1,0 +1,48 @@
+"""The configuration of the documentation site, which `make docs` builds into build/site."""
+
+from __future__ import annotations
+
+from sphinx.application import Sphinx
+
+from bytecheckpoint.version import VERSION
+
+project = "bytecheckpoint"
+author = "The bytecheckpoint authors"
+version = release = VERSION
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_click",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+html_theme = "furo"
+html_title = f"bytecheckpoint {VERSION}"
+html_show_copyright = False
+html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+highlight_language = "text"  # indented blocks are commands and their output
+smartquotes = False  # they would change `--json` in the help of commands
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+# The pages link to headings of one another, as they do in the repository.
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 88
+
+
+def without_epilog(_app: Sphinx, _context: object, lines: list[str]) -> None:
+    """Leave out what the help of each command repeats: the exit codes, which docs/cli.md has as a table."""
+    lines.clear()
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("sphinx-click-process-epilog", without_epilog)
