@@ -441,16 +441,37 @@ def newest_listed(root: Location, found: Sequence[Listing]) -> str | None:
 
     None if there is none that is valid, or if a newer library saved it.
     """
-    names = [one.name for one in found if one.status == "checkpoint"]
-    if not names or names == ["."]:
-        return "." if names else None
+    roots: dict[str, dict[str, Listing]] = {}
+    for listing in found:
+        if listing.status == "checkpoint":
+            parent, _, name = listing.name.rpartition("/")
+            roots.setdefault(parent, {})[name] = listing
+    if "." in roots.get("", {}):
+        return "."
     newest: list[tuple[OrderKey, str]] = []
-    for parent in {name.rpartition("/")[0] for name in names}:
+    for parent, listed_there in roots.items():
+        place = root.join(parent) if parent else root
         with suppress(CheckpointError):
-            one = find_newest(root.join(parent) if parent else root, allow_fresh=True)
+            one = find_newest(place, excluding=_older(listed_there), allow_fresh=True)
+            one = one or find_newest(place, allow_fresh=True)
             if one is not None:
                 newest.append((one.order_key(), f"{parent}/{one.name}" if parent else one.name))
     return max(newest, default=(None, None))[1]
+
+
+def _older(found: Mapping[str, Listing]) -> set[str]:
+    """Return the names in one root that ``find_newest`` need not open again, unless the newest one is not complete."""
+    last: dict[str, int] = {}  # by series
+    for name, one in found.items():
+        if one.step in (None, trailing_number(name)):
+            last[series_of(name)] = max(trailing_number(name), last.get(series_of(name), -1))
+
+    def key(name: str) -> tuple[bool, int, str, str]:
+        one = found[name]
+        return not one.abandoned, trailing_number(name) if one.step is None else one.step, one.created, name
+
+    newest = max((name for name in found if trailing_number(name) >= last.get(series_of(name), -1)), key=key)
+    return found.keys() - {newest}
 
 
 _Folder: TypeAlias = tuple[str, Abandoned]

@@ -50,6 +50,33 @@ def test_the_stored_step_decides_and_not_the_name(
     assert bcp_command("ls", tmp_path, "--json").json["latest"] == newest
 
 
+@pytest.mark.parametrize("steps", [{"a": 1, "b": 3, "c": 2}, {"step-10": 10, "step-5": 50, "x-7": 7}])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_ls_reads_only_the_newest_manifest_again(
+    tmp_path: Path,
+    bcp_command: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    steps: dict[str, int],
+    *,
+    damaged: bool,
+) -> None:
+    _save(tmp_path, **steps)
+    newest = _newest(tmp_path)
+    assert newest is not None
+    if damaged:
+        for path in (tmp_path / newest).glob("*/*"):
+            path.unlink()
+    read: list[str] = []
+    plain = discovery.read_manifest
+    monkeypatch.setattr(discovery, "read_manifest", lambda backend: read.append(backend.url) or plain(backend))
+    assert bcp_command("ls", tmp_path, "--json").json["latest"] == _newest(tmp_path)
+    if not damaged:
+        found = bcp_command("ls", tmp_path)
+        read.clear()
+        assert bcp_command("ls", tmp_path).stdout == found.stdout
+        assert len(read) == len(steps) + 1
+
+
 def test_of_equal_steps_the_one_that_was_saved_last(tmp_path: Path) -> None:
     _save(tmp_path, zebra=5, aardvark=5)
     assert _newest(tmp_path) == "aardvark"
