@@ -293,7 +293,7 @@ class _Gate:
 def _adapter_config(source: str | None, own: bytes | None) -> dict[str, Any]:
     """The content of PEFT's ``adapter_config.json``; empty if there is none."""
     if source is not None:
-        document = _document(source)
+        document = _document(source, "--adapter-config")
     else:
         try:
             document = json.loads(own or b"{}")
@@ -335,7 +335,7 @@ def _read_expected(source: str) -> Expected:
     raise _bad(f"{source} is not a list of names, a map from names to shapes, an index, or a config.json")
 
 
-def _document(source: str) -> Any:
+def _document(source: str, option: str = "--expect") -> Any:
     """The JSON document in a local file; None for a safetensors file, a folder or a URL."""
     path = Path(source)
     if source.endswith(".safetensors") or path.is_dir() or "://" in source:
@@ -343,17 +343,17 @@ def _document(source: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise _bad(f"{source} cannot be read: {error.strerror}") from None
+        raise _bad(f"{source} cannot be read: {error.strerror}", option) from None
     except (ValueError, RecursionError) as error:
-        raise _bad(f"{source} is not JSON: {error}") from None
+        raise _bad(f"{source} is not JSON: {error}", option) from None
 
 
 def _is_shape(value: object) -> bool:
     return value is None or (isinstance(value, list) and all(type(n) is int and n >= 0 for n in value))
 
 
-def _bad(message: str) -> click.BadParameter:
-    return click.BadParameter(message, param_hint="--expect")
+def _bad(message: str, option: str = "--expect") -> click.BadParameter:
+    return click.BadParameter(message, param_hint=option)
 
 
 def _export_for_torch(out: Output, source: Checkpoint, target: Location, form: TorchForm, **chosen: Any) -> None:

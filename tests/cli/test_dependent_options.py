@@ -54,6 +54,7 @@ def test_an_option_without_effect(bcp_command: Run, one: Path, arguments: str, m
         ("export none out --expect ''", "--expect"),
         ("export none out --lora merge --lora-alpha nan", "--lora-alpha"),
         ("export {} out --section nosuch", "nosuch"),
+        ("export {} out --lora merge --adapter-config nosuch", "--adapter-config"),
         ("export {} out --lora merge", "lora"),
         ("average {} {} --output out --section nosuch", "nosuch"),
         ("import none out --step -1", "--step"),
