@@ -227,7 +227,7 @@ class Housekeeping(Cleaner):
             with suppress(CheckpointError):
                 manifest = decode_manifest(data, name)
                 attempts[name] = manifest.attempt
-                found.append((order_key(name, manifest, abandoned), self._described(name, manifest)))
+                found.append((order_key(name, manifest, abandoned), self._described(name, manifest, 0)))
         ordered = [one for _, one in sorted(found, key=lambda pair: pair[0])]
         superfluous = [one.name for one in expendable(self._retention, ordered)]
         self._awaited.difference_update(superfluous)
@@ -336,15 +336,17 @@ class Housekeeping(Cleaner):
         top = self._backend.list_children("")
         abandoned = complete_rollback(self._root, self._backend).attempts
         for name in (child[:-1] for child in top if child.endswith("/") and self._names.is_managed(child[:-1])):
+            # Before the check: the number of a save that begins after it would be that of what it has not replaced yet.
+            number = self._numbers.get(name, 0)
             if self.is_expected(name):
                 continue
             with self._tolerating(f"{name} could not be looked at"):
-                if (one := self._scan(name, abandoned)) is not None:
+                if (one := self._scan(name, abandoned, number)) is not None:
                     found.append(one)
         self._end_uploads()
         return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
-    def _scan(self, name: str, abandoned: Collection[str]) -> tuple[OrderKey, Committed] | None:
+    def _scan(self, name: str, abandoned: Collection[str], number: int) -> tuple[OrderKey, Committed] | None:
         """Return what was committed in a folder, and remove unfinished attempts of earlier jobs there."""
         children = self._backend.list_children(f"{name}/")
         attempts, manifest = attempts_among(children), find_manifest(self._open(name))
@@ -352,11 +354,11 @@ class Housekeeping(Cleaner):
             self._remove_unneeded(name, attempts)
             return None
         self._remove_unneeded(name, [one for one in attempts if one != manifest.attempt])
-        return order_key(name, manifest, abandoned), self._described(name, manifest)
+        return order_key(name, manifest, abandoned), self._described(name, manifest, number)
 
-    def _described(self, name: str, manifest: Manifest) -> Committed:
+    def _described(self, name: str, manifest: Manifest, number: int) -> Committed:
         marks = milestone_of(manifest) is not None, is_exception_save(manifest)
-        metric, number = metric_of(manifest, self._retention.metric or ""), self._numbers.get(name, 0)
+        metric = metric_of(manifest, self._retention.metric or "")
         return Committed(name, trailing_number(name), metric, *marks, number=number)
 
     def _remove_unneeded(self, name: str, attempts: Sequence[str]) -> None:

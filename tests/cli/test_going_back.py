@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.lineage import ROLLBACK_KEY, Abandoned
 from bytecheckpoint.errors import FormatError, NoValidCheckpointError
+from bytecheckpoint.manager import housekeeping
+from bytecheckpoint.testing import time_limit
 
 Command = Callable[..., Any]
 
@@ -73,6 +76,40 @@ def test_retention_removes_abandoned_checkpoints_first(tmp_path: Path) -> None:
     assert bcp.latest(tmp_path).step == 10  # type: ignore[union-attr]
     _save(tmp_path, 3, keep=bcp.Retention(last=1, every_steps=10))
     assert _names(tmp_path) == ["step-3", "step-10"]
+
+
+def test_a_save_that_begins_while_retention_looks_at_what_it_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is replaced must not get the place of the later save, or what was saved between would be the oldest."""
+    find, follow = housekeeping.find_manifest, housekeeping.Housekeeping.follow
+    is_armed, looked, begun = threading.Event(), threading.Event(), threading.Event()
+
+    def find_slowly(folder: Any) -> Any:
+        found = find(folder)
+        if is_armed.is_set() and folder.url.endswith("step-4"):
+            looked.set()
+            assert begun.wait(time_limit(60))
+        return found
+
+    def follow_and_tell(self: Any, save: Any, saved: Any) -> None:
+        follow(self, save, saved)
+        if looked.is_set():
+            begun.set()
+
+    monkeypatch.setattr(housekeeping, "find_manifest", find_slowly)
+    monkeypatch.setattr(housekeeping.Housekeeping, "follow", follow_and_tell)
+    _save(tmp_path, 5, 6)
+    with bcp.CheckpointManager(tmp_path, cadence=1, keep=3) as manager:
+        manager.save(4, {"extra_state": {}})
+        manager.wait()
+        manager._resources.housekeeping._thread.submit(int).result()
+        is_armed.set()
+        manager.save(2, {"extra_state": {}})
+        assert looked.wait(time_limit(60))
+        is_armed.clear()
+        manager.save(4, {"extra_state": {}})
+    assert _names(tmp_path) == ["step-2", "step-4", "step-6"]
 
 
 def test_bcp_rollback(tmp_path: Path, bcp_command: Command) -> None:

@@ -20,6 +20,7 @@ from join_probes import until
 import bytecheckpoint as bcp
 from bytecheckpoint.testing import time_limit
 
+pytest.importorskip("peft")  # first, because pytest ignores the warnings of what it imports
 pytest.importorskip("trl")
 
 from policy_engine import policy_engine
