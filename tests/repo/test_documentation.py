@@ -100,6 +100,13 @@ def test_the_reference_contains_every_public_name() -> None:
     assert sorted(found) == sorted({*dir(bcp)} - {"__version__", "dcp", "errors"})
 
 
+def test_the_page_of_errors_has_what_to_do_for_every_error() -> None:
+    text = (REPOSITORY / "docs" / "errors.md").read_text()
+    found = {name: getattr(bcp.errors, name) for name in bcp.errors.__all__}
+    raised = [name for name, error in found.items() if not error.__subclasses__()]
+    assert [name for name in raised if f"`{name}`" not in text] == []
+
+
 def test_some_blocks_run() -> None:
     ran = [page.name for page in PAGES for found in BLOCK.finditer(page.read_text()) if found["reason"] is None]
     assert len(ran) >= 8, ran
