@@ -92,13 +92,13 @@ def test_a_save_that_begins_while_retention_looks_at_what_it_replaces(
             assert begun.wait(time_limit(60))
         return found
 
-    def follow_and_tell(self: Any, save: Any, saved: Any) -> None:
+    def follow_and_signal(self: Any, save: Any, saved: Any) -> None:
         follow(self, save, saved)
         if looked.is_set():
             begun.set()
 
     monkeypatch.setattr(housekeeping, "find_manifest", find_slowly)
-    monkeypatch.setattr(housekeeping.Housekeeping, "follow", follow_and_tell)
+    monkeypatch.setattr(housekeeping.Housekeeping, "follow", follow_and_signal)
     _save(tmp_path, 5, 6)
     with bcp.CheckpointManager(tmp_path, cadence=1, keep=3) as manager:
         manager.save(4, {"extra_state": {}})
