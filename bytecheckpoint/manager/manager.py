@@ -43,6 +43,7 @@ from ..loading.options import Cast, LoadOptions, LoadRequest, Strictness
 from ..loading.report import LoadReport
 from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.arguments import STEP, check_arguments, check_choice, deadline_of, options_of, text_to_store
+from ..runtime.waiting import cancelling_requests
 from ..saving.handle import SaveHandle
 from ..saving.options import SaveOptions, SaveRequest
 from .callbacks import CallbackRunner, Callbacks
@@ -709,8 +710,9 @@ class CheckpointManager:
             if self._resources.tier_folder is not None:  # half of what is left: parts in flight end, and the lease
                 self._resources.tier_folder.leave((end - time.monotonic()) / 2)
         finally:
-            if exits:
-                self._resources.release()
+            if exits:  # half of what is left: the process ends, too
+                with cancelling_requests(max(0.0, end - time.monotonic()) / 2):
+                    self._resources.release()
         if exits:
             raise SystemExit(128 + number)
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from .threads import run_daemon
 
 # A signal that arrives just before a thread blocks does not interrupt that wait: wait in slices.
 _SIGNAL_CHECK_S = 1.0
@@ -41,3 +46,39 @@ class Waiters:
             return True
         finally:
             self._queues.discard(wake)
+
+
+_CANCEL_EVERY_S = 0.2
+
+_requests: set[Future[Any]] = set()
+
+
+def track_request(request: Future[Any]) -> None:
+    """Let ``cancelling_requests`` cancel a request to a store while it runs."""
+    _requests.add(request)
+    request.add_done_callback(_requests.discard)
+
+
+@contextmanager
+def cancelling_requests(after_s: float) -> Iterator[None]:
+    """Give requests to stores so many seconds, also those that the block begins, and cancel them then.
+
+    For a process that is about to exit: each request of a silent store would hold it up for a whole deadline. At the
+    end of the block, no request of earlier runs any more.
+    """
+    end, earlier, has_ended = time.monotonic() + after_s, tuple(_requests), threading.Event()
+
+    def cancel() -> None:
+        pause_s = after_s
+        while not has_ended.wait(pause_s):
+            pause_s = _CANCEL_EVERY_S
+            for request in tuple(_requests):
+                request.cancel()
+
+    cancelling = run_daemon(cancel, "bcp-leaving")
+    try:
+        yield
+        wait(earlier, max(0.0, end - time.monotonic()) + _CANCEL_EVERY_S)
+    finally:
+        has_ended.set()
+        cancelling.result()

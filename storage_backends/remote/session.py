@@ -25,6 +25,7 @@ from fsspec.asyn import get_loop
 from fsspec.utils import tokenize
 
 from ...errors import StorageError, UnansweredError
+from ...runtime.waiting import track_request
 from .failures import Failure, Meaning, Secrets, storage_error
 
 _T = TypeVar("_T")
@@ -89,7 +90,9 @@ class EndpointSession:
 
     def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Start a coroutine."""
-        return asyncio.run_coroutine_threadsafe(work, get_loop())
+        future = asyncio.run_coroutine_threadsafe(work, get_loop())
+        track_request(future)
+        return future
 
     def run(self, action: str, work: Coroutine[Any, Any, _T]) -> _T:
         """Wait for a coroutine. Raises ``StorageError``."""

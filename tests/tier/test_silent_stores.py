@@ -1,0 +1,57 @@
+"""A signal while the store is silent: the last save is in the tier, and the process ends within its grace period."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from s3_faults import fault_proxy
+
+import bytecheckpoint as bcp
+from bytecheckpoint.testing import time_limit
+
+pytestmark = pytest.mark.s3
+
+_JOB = """
+import json, os, signal, sys
+import torch, bytecheckpoint as bcp
+
+url, tier, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+location = bcp.Location(url, tier=bcp.Tier(tier), storage_options=options)
+with bcp.CheckpointManager(location, cadence=1, keep=1, preemption=bcp.Preemption(grace_s=4)) as manager:
+    manager.save(1, {"model": {"w": torch.ones(1000)}})
+    manager.wait()
+    print("ready", flush=True)
+    input()
+    manager.save(2, {"model": {"w": torch.ones(1000)}})
+    os.kill(os.getpid(), signal.SIGTERM)
+    manager.save(3, {"model": {"w": torch.ones(1000)}})
+"""
+
+
+def test_a_signal_ends_a_job_whose_store_is_silent(s3: dict[str, Any], bucket: str, tmp_path: Path) -> None:
+    """Without the limit, each request would hold the process up for ten minutes."""
+    with fault_proxy(s3["endpoint_url"]) as proxy:
+        options = json.dumps({**s3, "endpoint_url": proxy.url})
+        job = subprocess.Popen(
+            [sys.executable, "-c", _JOB, f"s3://{bucket}/run", str(tmp_path), options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+        proxy.rule = lambda exchange: "stall"
+        try:
+            _, errors = job.communicate("\n", timeout=time_limit(90))
+        finally:
+            job.kill()
+    assert job.returncode == 128 + signal.SIGTERM, errors
+    assert list(tmp_path.glob("**/step-3/manifest.msgpack"))
+    assert bcp.latest(f"s3://{bucket}/run", storage_options=s3).step == 1
