@@ -154,15 +154,14 @@ class NearestBackend(StorageBackend):
         return iter(sorted(found.values(), key=lambda one: one.key))
 
     def list_children(self, prefix: str = "") -> Sequence[str]:
-        far = self._of_store(lambda: self._far.list_children(prefix), None)
         near = self._near.list_children(prefix)
-        if far is not None and prefix in ("", f"{OBJECTS}/"):
+        of_checkpoints = prefix in ("", f"{OBJECTS}/")
+        # Before the store is listed, so that an upload which ends in between is in one of both.
+        pending = {name for name in near if of_checkpoints and _is_pending(os.path.join(self._near.url, name))}
+        far = self._of_store(lambda: self._far.list_children(prefix), None)
+        if far is not None and of_checkpoints:
             # A checkpoint that is here and not in the store was removed there, unless its upload is unfinished.
-            near = [
-                name
-                for name in near
-                if name in far or name == ROLLBACK_KEY or _is_pending(os.path.join(self._near.url, name))
-            ]
+            near = [name for name in near if name in far or name == ROLLBACK_KEY or name in pending]
         return sorted({*near, *(far or ())})
 
     def _read(self, key: str, read: Callable[[StorageBackend], _T]) -> _T:

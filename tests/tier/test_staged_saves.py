@@ -24,7 +24,8 @@ import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint import attempts
 from bytecheckpoint.checkpoint.attempts import remove_attempt
-from bytecheckpoint.checkpoint.nearest import JOURNAL_PREFIX, open_tier
+from bytecheckpoint.checkpoint.nearest import JOURNAL_PREFIX, open_nearest, open_tier
+from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
 from bytecheckpoint.errors import (
     CheckpointNotFoundError,
@@ -124,6 +125,27 @@ def fail_upload(places: Places, value: float, at: str = "transfer") -> str:
         with pytest.raises(StorageError, match="the store is broken"):
             handle.uploaded(WAIT_S)
     return handle.result().attempt
+
+
+def test_a_listing_during_which_an_upload_ends(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that goes back must see every checkpoint, or it would not abandon one that is uploaded this moment."""
+    with failing_uploads():
+        handle = bcp.save(places.root.join("step-1"), state(1.0), step=1)
+        with pytest.raises(StorageError, match="the store is broken"):
+            handle.uploaded(WAIT_S)
+    session_of().engine.uploads.submit(int).result()  # it has closed its journal
+    nearest = open_nearest(places.root)
+    store = nearest._far  # type: ignore[attr-defined]
+    children = store.list_children
+
+    def list_and_upload(prefix: str = "") -> Any:
+        found = children(prefix)
+        for one in unfinished_uploads(places.tier):
+            finish_upload(one)
+        return found
+
+    monkeypatch.setattr(store, "list_children", list_and_upload)
+    assert "step-1/" in nearest.list_children("")
 
 
 @pytest.mark.parametrize("is_async", [False, True])
