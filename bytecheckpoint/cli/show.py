@@ -44,7 +44,9 @@ def show_command(out: Output, at: Locate, checkpoint: str, name: str) -> None:
     named = [one for one in values if name in (one["name"], one["name"].removesuffix(f"@{one['rank']}"))]
     if not named:
         hint = SimilarNames([*found, *(one["name"] for one in values)]).nearest(name)
-        raise click.BadParameter(f"there is no tensor or value {name!r} in {found.url}{hint}", param_hint="NAME")
+        raise click.BadParameter(
+            f"there is no tensor or value {name!r} in {found.index.backend.display_url}{hint}", param_hint="NAME"
+        )
     out.document({"url": found.url, "name": name, "values": named})
     print_values(out, named)
 

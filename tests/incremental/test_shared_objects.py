@@ -560,6 +560,7 @@ def test_a_base_of_another_user() -> None:
 import os, sys
 import torch
 import bytecheckpoint as bcp
+[getattr(bcp, name) for name in dir(bcp)]  # imported now: the other user may not read the interpreter's files
 os.setgid(65534)
 os.setuid(65534)
 options = {{"base": "auto", "chunk_size": {CHUNK}}}

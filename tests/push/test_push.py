@@ -87,26 +87,6 @@ def test_each_worker_gets_its_part_once(pool: RankPool) -> None:
         assert "worker" in str(report)
 
 
-def test_a_version_of_the_same_bytes_does_not_pause_the_engine(engine: ToyEngine) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
-        pusher.push(ToyTrainee(8), version=8)
-        before = engine.look()["log"].count("/pause")
-        pusher.push(ToyTrainee(8), version=9)
-        log = engine.look()["log"]
-        assert log.count("/pause") == before
-        assert log[-3:] == ["/update_weight_version", "/resume", "/look"]
-        assert [worker["version"] for worker in pusher.state()[0]] == [9, 9]
-        assert all(worker["intact"] for worker in pusher.state()[0])
-        HttpEngine(engine.url).pause(time_limit(30))  # as a push that was interrupted
-        pusher.push(ToyTrainee(8), version=10)
-        assert not engine.paused
-        engine.fault(0, "reload")  # by itself
-        pusher.push(ToyTrainee(8), version=11)
-        assert engine.look()["log"].count("/pause") == before + 2
-        pusher.push(ToyTrainee(9), version=12)
-    assert engine.look()["digests"] == expected_digests(9, 2)
-
-
 def test_unchanged_chunks_are_not_sent(engine: ToyEngine) -> None:
     model = ToyTrainee(30)
     with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:

@@ -225,19 +225,6 @@ class PushCoordinator:
         members = {worker.receiver: number for number, worker in enumerate(workers, address.size - len(workers))}
         self._ask_all("join_group", {"address": address, "members": members}, budget)
 
-    def is_served(self, outcomes: Sequence[SenderResult]) -> bool:
-        """Return whether all workers serve these bytes already."""
-        digests, _ = self.assignments.chunk_digests(outcomes)
-        return all(
-            answer["served"] == of_worker and not answer["must_load"]
-            for answer, of_worker in zip(self._answers, digests, strict=True)
-        )
-
-    def rename(self, version: int | str, budget: Budget) -> None:
-        """Give what all engines serve the name of this version; nothing pauses, unless a push has left it paused."""
-        self._ask_all("rename", {"version": version}, budget)
-        self._on_engines(lambda engine: engine.resume(version, budget.left, changed=False))
-
     def verify(self, outcomes: Sequence[SenderResult], version: int | str, budget: Budget) -> None:
         """First phase of the commit: every worker verifies every chunk."""
         digests, unchanged = self.assignments.chunk_digests(outcomes)

@@ -43,7 +43,6 @@ _TRANSITIONS: Mapping[PushState, set[PushState]] = {
 _ACCEPTED: Mapping[str, set[PushState]] = {
     "join_group": {PushState.RECEIVING},
     "verify": {PushState.RECEIVING},
-    "rename": {PushState.RECEIVING},
     "apply": {PushState.VERIFIED, PushState.APPLYING},
     "stream": {PushState.RECEIVING, PushState.STREAMING},
 }

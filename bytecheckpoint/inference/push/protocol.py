@@ -64,14 +64,9 @@ class Push(ABC):
         if not is_streamed:
             budget = self._budget()
             with self._stage("verify"):
-                is_served = self._share("push.compare", lambda leader: leader.is_served(outcomes))
-                if not is_served:
-                    self._lead("push.verify", lambda leader: leader.verify(outcomes, version, budget))
+                self._lead("push.verify", lambda leader: leader.verify(outcomes, version, budget))
             with self._stage("apply"):
-                if is_served:
-                    self._lead("push.rename", lambda leader: leader.rename(version, budget))
-                else:
-                    self._lead("push.apply", lambda leader: leader.apply(version, budget))
+                self._lead("push.apply", lambda leader: leader.apply(version, budget))
         report = self._share(
             "push.report", lambda leader: leader.report(outcomes, version, self._timings.seconds).plain()
         )

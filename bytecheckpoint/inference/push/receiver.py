@@ -67,7 +67,6 @@ class Receiver:
         self._records: dict[bytes, tuple[Table, LoadRecord, bool]] = {}
         self._versions, self._start_version = VersionStore(device), model.start_version
         self._set_aside = 0
-        self._known: list[int] = []  # the digests of the next version when this push began
         self._ring: RingBuffer | None = None
         self._push = PushLifecycle()
         self._inconsistent_reason = ""
@@ -171,7 +170,6 @@ class Receiver:
         version = self._versions.begin(table, layout, mode, self._source.reads)
         self._push.move(PushState.RECEIVING)
         answer = {"mode": mode, "tokens": self._versions.tokens, "known": [], "served": []}
-        answer["must_load"] = self._model.is_remote or bool(self._inconsistent_reason)
         if mode == STREAMED:
             waves = policy.ring(layout)
             self._ring = _open_ring(message, waves, record, self._device)
@@ -184,7 +182,7 @@ class Receiver:
         assert version.arena is not None
         self._server = ChunkServer(version.chunks, message["deadline_s"])
         answer |= {"arena": version.arena.address, "endpoint": self._server.endpoint, "known": version.digests}
-        self._known, version.digests = version.digests, []
+        version.digests = []
         served = self._versions.served
         if served is not None and served.layout.digest == digest and served.arena is not None:
             answer["served"] = served.digests
@@ -218,15 +216,6 @@ class Receiver:
             )
         version.version, version.digests, version.finite = message["version"], digests, message["finite"]
         self._push.move(PushState.VERIFIED)
-        return {}
-
-    def _rename(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Serve the same bytes as a version of another name."""
-        next_version, served = self._current("rename", message), self._versions.served
-        assert served is not None
-        self._stop_listening()
-        served.version, next_version.digests = message["version"], self._known  # nothing was written
-        self._push.begin(self._push.transaction)
         return {}
 
     def _apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -446,7 +435,6 @@ class Receiver:
         "prepare": _prepare,
         "join_group": _join_group,
         "verify": _verify,
-        "rename": _rename,
         "apply": _apply,
         "stream": _stream,
         "finish": _finish,
