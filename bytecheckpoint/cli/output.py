@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,7 +140,7 @@ class _StageBar:
 @contextmanager
 def _bars() -> Iterator[Progress | None]:
     """Yield None if standard error is not a terminal."""
-    if not sys.stderr.isatty():
+    if not (sys.stderr.isatty() or os.environ.get("FORCE_COLOR")):
         yield None
         return
     from rich.console import Console  # here, because it takes a tenth of the time that a short command has
