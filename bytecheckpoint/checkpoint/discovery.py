@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias
 
 from ..engine.objects import OBJECTS, files_of
 from ..errors import (
@@ -291,20 +291,22 @@ def _note_invalid(seen: _Seen, top: StorageBackend, name: str, error: Checkpoint
 
 def metric_of(manifest: Manifest, metric: str) -> float | None:
     """Return a number in the checkpoint's metrics, or else in its metadata; None if it has none or NaN."""
-    value = metrics_of(manifest).get(metric, manifest.metadata.get(metric))
-    return value if _is_number(value) else None
+    metrics = manifest.metadata.get(METRICS_KEY)
+    value = metrics.get(metric) if isinstance(metrics, Mapping) else None
+    return _number(manifest.metadata.get(metric) if value is None else value)
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:
     """Return the numbers in the checkpoint's metrics, without NaN."""
     metrics = manifest.metadata.get(METRICS_KEY)
-    if not isinstance(metrics, Mapping):
-        return {}
-    return {str(name): float(value) for name, value in metrics.items() if _is_number(value)}
+    found = {str(name): _number(value) for name, value in metrics.items()} if isinstance(metrics, Mapping) else {}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        return None
+    return float(value)
 
 
 def milestone_of(manifest: Manifest) -> str | None:
@@ -441,37 +443,16 @@ def newest_listed(root: Location, found: Sequence[Listing]) -> str | None:
 
     None if there is none that is valid, or if a newer library saved it.
     """
-    roots: dict[str, dict[str, Listing]] = {}
-    for listing in found:
-        if listing.status == "checkpoint":
-            parent, _, name = listing.name.rpartition("/")
-            roots.setdefault(parent, {})[name] = listing
-    if "." in roots.get("", {}):
+    names = [one.name for one in found if one.status == "checkpoint"]
+    if "." in names:
         return "."
     newest: list[tuple[OrderKey, str]] = []
-    for parent, listed_there in roots.items():
-        place = root.join(parent) if parent else root
+    for parent in {name.rpartition("/")[0] for name in names}:
         with suppress(CheckpointError):
-            one = find_newest(place, excluding=_older(listed_there), allow_fresh=True)
-            one = one or find_newest(place, allow_fresh=True)
+            one = find_newest(root.join(parent) if parent else root, allow_fresh=True)
             if one is not None:
                 newest.append((one.order_key(), f"{parent}/{one.name}" if parent else one.name))
     return max(newest, default=(None, None))[1]
-
-
-def _older(found: Mapping[str, Listing]) -> set[str]:
-    """Return the names in one root that ``find_newest`` need not open again, unless the newest one is not complete."""
-    last: dict[str, int] = {}  # by series
-    for name, one in found.items():
-        if one.step in (None, trailing_number(name)):
-            last[series_of(name)] = max(trailing_number(name), last.get(series_of(name), -1))
-
-    def key(name: str) -> tuple[bool, int, str, str]:
-        one = found[name]
-        return not one.abandoned, trailing_number(name) if one.step is None else one.step, one.created, name
-
-    newest = max((name for name in found if trailing_number(name) >= last.get(series_of(name), -1)), key=key)
-    return found.keys() - {newest}
 
 
 _Folder: TypeAlias = tuple[str, Abandoned]

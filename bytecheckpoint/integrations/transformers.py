@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import transformers
-from accelerate.utils import broadcast_object_list
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 
 from ..api import load
@@ -20,7 +19,8 @@ from ..api import open as open_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.discovery import BestMode
 from ..checkpoint.location import Location
-from ..errors import CheckpointNotFoundError, NotACheckpointError, UsageError
+from ..errors import CheckpointNotFoundError, FormatError, NotACheckpointError, UsageError
+from ..frameworks.per_rank import PerRank
 from ..frameworks.rng import RNGState
 from ..loading.app_state import AppState
 from ..manager import CheckpointManager, JobOptions, Retention
@@ -147,6 +147,10 @@ class BcpTrainerMixin:
         path = Path(folder, _NAME.format(step=self._resumed.step))
         path.mkdir()
         for name, data in self._resumed.tree(_TRAINER).items():
+            if name in ("", ".", "..") or "/" in name or "\0" in name:
+                raise FormatError(
+                    f"{self._resumed.url}: {name!r} in its section {_TRAINER!r} is not the name of a file"
+                )
             Path(path, name).write_bytes(data)
         return str(path)
 
@@ -170,7 +174,7 @@ class BcpTrainerMixin:
             self._manager.save(self.state.global_step, lambda: self._saved_state(model))
 
     def _saved_state(self, model: Any) -> Mapping[str, Any]:
-        return {**self._sections(), _TRAINER: self._trainer_files(model)}
+        return {**self._sections(), _TRAINER: PerRank(self._trainer_files(model))}  # only rank 0 has some
 
     def _sections(self) -> dict[str, Any]:
         sections: dict[str, Any] = {"model": self.model_wrapped}
@@ -185,7 +189,7 @@ class BcpTrainerMixin:
         }
 
     def _trainer_files(self, model: Any) -> dict[str, bytes]:
-        """Let the Trainer and its subclasses write their own files into an empty folder, and return those of rank 0."""
+        """Let the Trainer and its subclasses write their own files into an empty folder, and return them."""
         assert self._folder is not None
         path = Path(self._folder, _NAME.format(step=self.state.global_step))
         path.mkdir()
@@ -195,12 +199,10 @@ class BcpTrainerMixin:
             self._name_best()  # the Trainer has looked for it in the folder
             if self.args.should_save:
                 self.state.save_to_json(str(path / _STATE))
-            found = [{one.name: one.read_bytes() for one in path.iterdir() if one.is_file()}]
+            return {one.name: one.read_bytes() for one in path.iterdir() if one.is_file()}
         finally:
             self._is_collecting = False
             shutil.rmtree(path)
-        files: dict[str, bytes] = broadcast_object_list(found)[0]
-        return files
 
     def _get_output_dir(self, trial: Any) -> str:
         if trial is None and self._folder is not None:

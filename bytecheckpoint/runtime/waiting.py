@@ -10,7 +10,8 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .threads import run_daemon
+from ..errors import ThreadError
+from .threads import is_ending, run_daemon
 
 # A signal that arrives just before a thread blocks does not interrupt that wait: wait in slices.
 _SIGNAL_CHECK_S = 1.0
@@ -63,8 +64,8 @@ def track_request(request: Future[Any]) -> None:
 def cancelling_requests(after_s: float) -> Iterator[None]:
     """Give requests to stores so many seconds, also those that the block begins, and cancel them then.
 
-    For a process that is about to exit: each request of a silent store would hold it up for a whole deadline. At the
-    end of the block, no request of earlier runs any more.
+    For a process that is about to exit: each request of a silent store would hold it up for a whole deadline. The end
+    of the block waits for the requests of earlier, until they are cancelled. If no thread can start, none is.
     """
     end, earlier, has_ended = time.monotonic() + after_s, tuple(_requests), threading.Event()
 
@@ -75,10 +76,11 @@ def cancelling_requests(after_s: float) -> Iterator[None]:
             for request in tuple(_requests):
                 request.cancel()
 
-    cancelling = run_daemon(cancel, "bcp-leaving")
+    with suppress(ThreadError):
+        if not is_ending():  # or it would run here
+            run_daemon(cancel, "bcp-leaving")
     try:
         yield
         wait(earlier, max(0.0, end - time.monotonic()) + _CANCEL_EVERY_S)
     finally:
         has_ended.set()
-        cancelling.result()

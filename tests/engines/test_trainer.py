@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import NoValidCheckpointError, UsageError
+from bytecheckpoint.errors import FormatError, NoValidCheckpointError, UsageError
 from bytecheckpoint.testing.ranks import RankPool, RanksFailed
 
 pytest.importorskip("peft")
@@ -132,6 +132,14 @@ def test_two_ranks_die_in_a_save_and_resume(pool: RankPool, tmp_path: Path, chan
     assert run("killed", None) == whole
     alone = train(tmp_path / "killed", resume=tmp_path / "killed" / "checkpoint-9")
     assert alone["losses"].keys() == whole[0]["losses"].keys()
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", ".."])
+def test_a_hostile_checkpoint_writes_nothing_outside(tmp_path: Path, name: str) -> None:
+    hostile = {"model": make_model(), "trainer": bcp.PerRank({name: b"data"})}
+    bcp.save(tmp_path / "checkpoint-3", hostile, step=3)
+    with pytest.raises(FormatError, match="not the name of a file"):
+        train(tmp_path)
 
 
 def test_adapters_alone(uninterrupted: dict[str, Any], tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ class Pusher:
         """Make every engine serve the version before the one that it serves, from its memory. On rank 0 only.
 
         It needs the mode ``double`` (see ``memory_bytes``). It goes back by one version, and not after another push has
-        begun, also one of the same bytes. Nothing is sent; the engines pause and resume together, as in a push.
+        begun. Nothing is sent; the engines pause and resume together, as in a push.
 
         Returns:
             The name of the version that all engines serve now.
