@@ -25,6 +25,7 @@ from ..format.manifest import Manifest, encode
 from ..storage_backends import parent_url
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
+from ..telemetry.save_times import PACKED_STEPS, SaveTimes, pack_steps
 from ..telemetry.trace import SAVE_STEPS, Timings
 from ..transfer.staged import remove_superseded
 from ..version import VERSION
@@ -63,6 +64,7 @@ class SaveCommit:
         timings: Timings,
         *,
         is_new: bool,
+        is_async: bool,
         upload: SaveUpload | None,
     ) -> None:
         self._op, self._backend, self._options, self._timings = op, backend, options, timings
@@ -72,7 +74,8 @@ class SaveCommit:
         self._begun = time.monotonic()
         self.attempt, self._plan = share.attempt, share.planned.plan
         self.chunk_size = options.chunk_size_for(share.planned.nbytes)
-        self._is_new = is_new
+        self._is_new, self._is_async = is_new, is_async
+        self._steps: list[bytes] = []  # by rank, on rank 0
         self._upload = upload
         self.manifest = b""  # once it is committed; with an upload
         self._may_exist = False  # the checkpoint
@@ -95,12 +98,13 @@ class SaveCommit:
             self._upload.prepare(self.attempt)
         self._op.check()  # no manifest is written without this rank's checksums, which it has not sent yet
         self._may_exist = self._op.rank != 0
-        received = self._op.gather("written", pack_written(written.planned))
+        received = self._op.gather("written", pack_steps(self._timings) + pack_written(written.planned))
         if received is None:
             return None
         assert self._plan is not None
         confirmations = Confirmations(self._plan, attempt=self.attempt, chunk_size=self.chunk_size)
-        files = [confirmations.unpack(rank, message) for rank, message in enumerate(received)]
+        self._steps = [message[:PACKED_STEPS] for message in received]
+        files = [confirmations.unpack(rank, message[PACKED_STEPS:]) for rank, message in enumerate(received)]
         self._check_visible(files)
         files[0] += written.companions
         return files
@@ -153,6 +157,8 @@ class SaveCommit:
             is_shared=self.is_shared,
             older=None if self.base is None else self.base.files,
         )
+        times = SaveTimes.of(self._timings, self._steps, is_async=self._is_async)
+        manifest.save_times = times.to_document()
         data = encode(manifest)
         if self.is_shared:
             self._saves.refer(self.attempt, manifest)

@@ -14,7 +14,7 @@ from ..checkpoint.selection import Selection
 from ..codecs import find_codec, list_codecs
 from ..engine.checksums import chunk_size_for
 from ..errors import UnsupportedVersionError, UsageError, without_userinfo
-from ..format.manifest import MAX_ENCODED_CHUNK, pack_metadata
+from ..format.manifest import MAX_ENCODED_CHUNK, SAVE_TIMES_KEY, pack_metadata
 from ..planners import Layout
 from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.arguments import check_arguments, choice, options_of
@@ -130,6 +130,8 @@ class SaveRequest(SaveOptions):
         options = replace(self, **check_arguments(values, layout=choice(Layout), replicas=choice(Replicas)))
         options.selection.check()
         options._check_encoding()
+        if SAVE_TIMES_KEY in options.metadata:
+            raise UsageError(f"the key {SAVE_TIMES_KEY!r} of metadata is reserved; use another one")
         pack_metadata(dict(options.metadata))
         return options
 

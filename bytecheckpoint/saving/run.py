@@ -257,6 +257,7 @@ class SaveRun:
             share,
             self.timings,
             is_new=self._is_new,
+            is_async=self.is_async,
             upload=self.upload,
         )
 

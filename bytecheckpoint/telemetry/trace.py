@@ -121,6 +121,7 @@ class Timings:
         work: Work of threads inside the steps, by name.
         pipelined: True if the state was staged while it was written, because there was less staging memory than state:
             the memory budget is smaller, or the memory was not faulted in yet (in the first save of a process).
+        begun: When the operation began, in seconds on the clock of ``time.perf_counter``.
     """
 
     operation: str
@@ -130,6 +131,7 @@ class Timings:
     nbytes: dict[str, int] = field(default_factory=dict)
     work: dict[str, Work] = field(default_factory=dict)
     pipelined: bool = False
+    begun: float = field(default_factory=time.perf_counter, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @contextmanager

@@ -17,7 +17,7 @@ from .files import (
     encoded_head,
     is_encoded,
 )
-from .payload import pack_metadata, pack_payload, unpack_payload
+from .payload import SAVE_TIMES_KEY, pack_metadata, pack_payload, unpack_payload
 from .validation import validate, validate_foreign
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "MANIFEST_TRAILER",
     "MAX_ENCODED_CHUNK",
     "MAX_MANIFEST_BYTES",
+    "SAVE_TIMES_KEY",
     "START",
     "FileTable",
     "FrameTable",

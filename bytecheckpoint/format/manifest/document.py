@@ -35,7 +35,8 @@ class Manifest:
     """The contents of one checkpoint. Do not change an instance: look-ups cache what they compute.
 
     ``created`` is RFC 3339 in UTC with microseconds; ``attempt`` is the directory of all files; ``metadata`` is the
-    user's plain values. ``tensors`` are sorted by full name; ``scope`` is -1 for a tensor of the whole job, else the
+    user's plain values, and ``save_times`` how long the save took, which may be anything or empty in a manifest that
+    was read. ``tensors`` are sorted by full name; ``scope`` is -1 for a tensor of the whole job, else the
     rank that alone has it. ``shards`` are sorted by (tensor, offsets); ``shard_offset`` counts bytes from the data
     start of file ``shard_file``, as if it were not encoded. ``checksums`` are those of all shards' chunks, in shard
     order. ``aliases`` are pairs of full names (alias, tensor that stores its bytes), sorted. If ``is_shared``, the
@@ -60,6 +61,7 @@ class Manifest:
     aliases: list[tuple[str, str]] = field(default_factory=list)
     is_shared: bool = False
     row_of: Mapping[str, int] | None = None
+    save_times: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def assemble(

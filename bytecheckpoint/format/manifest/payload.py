@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,9 @@ from .columns import (
 from .document import Manifest, SectionInfo
 from .files import FileTable, FrameTable, ReferenceTable, is_encoded
 from .validation import MAX_NDIM
+
+SAVE_TIMES_KEY = "bytecheckpoint.save"
+"""The key in the stored metadata of how long the save took. It is no part of the user's metadata."""
 
 _MAX_METADATA = 64 << 20
 
@@ -63,6 +67,8 @@ def unpack_payload(payload: bytes) -> Manifest:
         fields("tensors", top["tensors"], _TENSORS), [section.name for section in sections]
     )
     column = fields("shards", top["shards"], _SHARDS)
+    metadata = _unpack_metadata(_typed(top, "metadata", bytes))
+    save_times = metadata.pop(SAVE_TIMES_KEY, None)
     total = count_of("shards.file", column["file"])
     if int(counts.max(initial=0)) > total or int(counts.sum()) != total:
         raise FormatError(f"manifest: the tensors have {counts.sum()} shards, but {total} are listed")
@@ -75,7 +81,7 @@ def unpack_payload(payload: bytes) -> Manifest:
         world_size=_typed(top, "world_size", int),
         attempt=_typed(top, "attempt", str),
         is_shared=_typed(top, "shared", bool),
-        metadata=_unpack_metadata(_typed(top, "metadata", bytes)),
+        metadata=metadata,
         sections=sections,
         files=files,
         tensors=tensors,
@@ -90,6 +96,7 @@ def unpack_payload(payload: bytes) -> Manifest:
         shard_offset=unpack_numbers("shards.offset", column["offset"], total),
         checksums=unpack_checksums("shards.checksums", column["checksums"]),
         aliases=_pairs(top, "aliases", "name", "target"),
+        save_times=save_times if isinstance(save_times, dict) else {},
     )
     manifest.files = replace(files, frames=_unpack_frames(top, manifest))
     return manifest
@@ -108,7 +115,7 @@ def _columns(manifest: Manifest) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "attempt": manifest.attempt,
         "shared": manifest.is_shared,
-        "metadata": pack_metadata(manifest.metadata),
+        "metadata": _pack_metadata_and_times(manifest),
         "sections": {
             "name": pack_names([section.name for section in manifest.sections]),
             "kind": pack_names([section.kind for section in manifest.sections]),
@@ -225,6 +232,13 @@ def pack_metadata(metadata: dict[str, Any]) -> bytes:
     if len(data) > _MAX_METADATA or type(metadata) is not dict:
         raise UnserializableError(f"metadata is not a dict of at most {_MAX_METADATA} bytes; store it as a section")
     return data
+
+
+def _pack_metadata_and_times(manifest: Manifest) -> bytes:
+    if manifest.save_times:
+        with suppress(UnserializableError):  # with the times, it may be too large
+            return pack_metadata({**manifest.metadata, SAVE_TIMES_KEY: manifest.save_times})
+    return pack_metadata(manifest.metadata)
 
 
 def _unpack_metadata(data: bytes) -> dict[str, Any]:
