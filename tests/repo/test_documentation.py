@@ -7,6 +7,7 @@ folders, too. A block that cannot run here has a comment before it with the reas
 from __future__ import annotations
 
 import re
+import signal
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ def prepare(page: Path, root: Path, names: dict[str, Any]) -> None:
             "optimizer": get_optimizer_state_dict(model, optimizer),
             "extra": {"step": 5},
         }
+    if page.stem == "ranks":  # the job before
+        run_blocks(page, root, prelude())
     if page.name == "other-formats.md":
         (root / "run").mkdir()
         sections = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra_state": {"step": 3}}
@@ -76,11 +79,36 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     names = prelude()
     prepare(page, tmp_path, names)
+    run_blocks(page, tmp_path, names)
+
+
+@pytest.mark.parametrize("name", ["state", "preemption"])
+def test_the_loop_of_a_page_resumes_after_a_signal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = REPOSITORY / "docs" / "how-to" / f"{name}.md"
+    first, second = prelude(), prelude()
+    train_step = first["train_step"]
+
+    def interrupted_step() -> None:
+        train_step()
+        if first["step"] == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    first["train_step"] = interrupted_step
+    with pytest.raises(SystemExit) as exit:
+        run_blocks(page, tmp_path, first)
+    assert exit.value.code == 128 + signal.SIGTERM
+    run_blocks(page, tmp_path, second | {"steps": 2})
+    for left, resumed in zip(first["model"].parameters(), second["model"].parameters(), strict=True):
+        torch.testing.assert_close(resumed, left, rtol=0, atol=0)
+
+
+def run_blocks(page: Path, root: Path, names: dict[str, Any]) -> None:
     text = page.read_text()
     for found in BLOCK.finditer(text):
         if found["reason"] is None:
             code = textwrap.dedent(found["code"])
-            code = code.replace("s3://", f"{tmp_path}/s3/").replace('"/local', f'"{tmp_path}/local')
+            code = code.replace("s3://", f"{root}/s3/").replace('"/local', f'"{root}/local')
             line = text.count("\n", 0, found.start("code"))
             exec(compile("\n" * line + code, str(page), "exec"), names)
 
