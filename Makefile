@@ -51,7 +51,7 @@ RELEASE_VENV := $(VENV)-release
 AZURITE := azurite@3.37.0
 HDFS_JARS := pyspark==2.4.8
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
-SOURCES := .ci bytecheckpoint planners storage_backends tests examples benchmarks docs/conf.py
+SOURCES := .ci bytecheckpoint planners storage_backends tests examples benchmarks docs/conf.py docs/drawings.py
 
 # With small tensors on few cores, more threads only compete.
 export OMP_NUM_THREADS := 1
@@ -79,7 +79,7 @@ ENVIRONMENTS = $(STAMP) warm $(ENGINES:%=$(VENV)-%/.installed) $(DOCS_VENV)/.ins
 FAST_TESTS := tests/planners tests/format tests/values tests/golden tests/cli tests/repo tests/saving/test_bad_input.py \
   tests/saving/test_write_images.py tests/loading/test_load_rules.py tests/engine tests/state/test_state_tensors.py
 
-.PHONY: help demo environments warm test test-full check coverage test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format docs bench gpu dist clean test-oldest test-newest test-floors test-resolve
+.PHONY: help demo environments warm test test-full check coverage test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format docs drawings bench gpu dist clean test-oldest test-newest test-floors test-resolve
 
 help:
 	@echo "make demo       train, kill a rank during a save, resume on other layouts (about two minutes)"
@@ -103,6 +103,7 @@ help:
 	@echo "make coverage   which lines and branches of the library the tests of test-main run (BCP_TEST_FULL=1: all of them)"
 	@echo "make format     format the code and apply the linter's fixes"
 	@echo "make docs       the documentation site, in build/site"
+	@echo "make drawings   draw the pictures of the documentation, which docs/drawings.py describes"
 	@echo "make bench      benchmarks against hardware limits and other systems; writes docs/performance.md (half an hour;"
 	@echo "                BENCH_ARGS='--peers all' for more systems, BENCH_ARGS='--scale 0.01 --rounds 1' for a trial run)"
 	@echo "make gpu        on a machine with a GPU: tests/gpu and benchmarks in ten minutes, without installing anything;"
@@ -266,6 +267,9 @@ docs: $(DOCS_VENV)/.installed
 	@rm -rf build/site build/site-state
 	$(DOCS_VENV)/bin/python -m sphinx -q -W --keep-going -b html -d build/site-state docs build/site
 	@echo "make: the site is in build/site; open build/site/index.html"
+
+drawings:
+	$(PYTHON) docs/drawings.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --report $(BENCH_ARGS)
