@@ -19,11 +19,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("bytecheckpoint", "planners", "storage_backends")
 LINK = re.compile(r"\]\((?!https?:|#)([^)\s]+)\)")
+IMAGE = re.compile(r'\b(src|srcset)="(?!https?:)([^"]+)"')
 URLS = {"Documentation": "blob/{tag}/docs/architecture.md", "Changelog": "blob/{tag}/CHANGELOG.md", "Issues": "issues"}
 
 
 def absolute_links(page: str, repository: str, tag: str) -> str:
-    """Return a page of which every link to a file of the repository is an address."""
+    """Return a page of which every link to a file of the repository, and every picture, is an address."""
+    page = IMAGE.sub(rf'\1="{repository}/raw/{tag}/\2"', page)
     return LINK.sub(rf"]({repository}/blob/{tag}/\1)", page)
 
 

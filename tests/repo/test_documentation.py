@@ -56,7 +56,7 @@ def prelude() -> dict[str, Any]:
 def prepare(page: Path, root: Path, names: dict[str, Any]) -> None:
     """Save what a page loads without having saved it."""
     model, optimizer, state = names["model"], names["optimizer"], names["state"]
-    if page.name == "README.md":
+    if page.name in ("README.md", "features.md"):
         state = {**state, "lr_scheduler": names["scheduler"], "rng": bcp.RNGState()}
         bcp.save(root / "s3" / "runs" / "7b" / "step-1000", state, step=1)
     if page.name == "dcp.md":

@@ -31,6 +31,19 @@ def test_the_readme_of_a_release_has_no_relative_links() -> None:
     assert RELEASE["LINK"].findall((ROOT / "README.md").read_text(encoding="utf-8")), "the pattern finds no link"
 
 
+def test_the_pictures_of_the_readme_are_found() -> None:
+    pictures = RELEASE["IMAGE"].findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [kind for kind, _ in pictures] == ["srcset", "src"]
+    assert all((ROOT / name).is_file() for _, name in pictures)
+    changed = RELEASE["absolute_links"]('<img src="docs/a.svg"> <img src="https://c.org/d.svg">', REPOSITORY, "v1")
+    assert changed == f'<img src="{REPOSITORY}/raw/v1/docs/a.svg"> <img src="https://c.org/d.svg">'
+
+
+def test_the_readme_is_short() -> None:
+    """Details belong to docs/features.md and the pages that it links to."""
+    assert (ROOT / "README.md").stat().st_size < 6000
+
+
 def test_a_release_has_the_urls_of_the_project() -> None:
     changed = RELEASE["with_urls"]((ROOT / "pyproject.toml").read_text(encoding="utf-8"), REPOSITORY, "v1")
     urls = tomllib.loads(changed)["project"]["urls"]
