@@ -24,6 +24,7 @@ _COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "show": ("show", "Show one tensor with statistics, or one plain value."),
         "verify": ("inspection", "Check every byte against its checksum."),
         "diff": ("maintenance", "Compare two checkpoints of any layouts."),
+        "report": ("report", "Write a page of a root's checkpoints, and of where the time went."),
         "trace": ("maintenance", "Merge the traces of all ranks into one file."),
     },
     "Convert": {

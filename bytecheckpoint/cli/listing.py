@@ -54,7 +54,7 @@ def ls_command(out: Output, at: Locate, root: str, *, depth: int, incomplete: bo
         return
     found = list_checkpoints(at(root), depth=depth)
     latest = newest_listed(at(root), found)
-    waiting = _waiting_uploads(at(root))
+    waiting = waiting_uploads(at(root))
     if out.as_json:
         entries = [_listing(one) for one in found]
         out.document({"root": root, "latest": latest, "entries": entries, "uploads_waiting": waiting})
@@ -99,7 +99,7 @@ def _metrics(one: Listing) -> Iterator[str]:
         yield f"{name} {value:.4g}"
 
 
-def _waiting_uploads(root: Location) -> list[str]:
+def waiting_uploads(root: Location) -> list[str]:
     """Return the names of the checkpoints below a local root whose upload has not ended, such as those in a tier."""
     folder = root.open()
     if not isinstance(folder, LocalBackend):

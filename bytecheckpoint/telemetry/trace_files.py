@@ -137,7 +137,7 @@ def merge_traces(paths: Sequence[Path], target: Path) -> int:
     Raises:
         UsageError: A file is not a trace.
     """
-    events = [event for path in paths for event in _events(path)]
+    events = [event for path in paths for event in read_events(path)]
     first = min((event["ts"] for event in events if "ts" in event), default=0.0)
     for event in events:
         if "ts" in event:
@@ -146,8 +146,19 @@ def merge_traces(paths: Sequence[Path], target: Path) -> int:
     return len(events)
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of one rank's file, or of a merged one. Raises ``UsageError`` if it is not a trace."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path} as a trace: {error}") from error
+    if text.startswith("{"):
+        try:
+            yield from json.loads(text)["traceEvents"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is not a trace: {error!r}") from error
+        return
+    lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line.lstrip("[").rstrip(","))

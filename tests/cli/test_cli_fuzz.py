@@ -116,8 +116,13 @@ def _value(choose: random.Random, parameter: click.Parameter, places: Path, scra
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_line_ends_as_documented(
-    command: str, places: Path, tmp_path: Path, bcp_command: Callable[..., CommandResult]
+    command: str,
+    places: Path,
+    tmp_path: Path,
+    bcp_command: Callable[..., CommandResult],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where bcp report writes by default
     choose = random.Random(f"{sampling.seed()} {command}")
     before = _contents(places)
     for number in range(200 if sampling.is_full() else 40):
