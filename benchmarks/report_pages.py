@@ -6,6 +6,7 @@ and one group of 64 ranks copies slowly.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -142,14 +143,21 @@ def make_page(folder: Path, *, ranks: int, checkpoints: int) -> Path:
     """Simulate a job in an empty folder, and return its report."""
     make_root(folder / "runs" / "7b", ranks=ranks, checkpoints=checkpoints)
     make_traces(folder / "traces", ranks=ranks)
-    page = folder / "report.html"
-    cli.main(
-        ["report", str(folder / "runs" / "7b"), str(folder / "traces"), "--output", str(page)], standalone_mode=False
-    )
-    return page
+    with contextlib.chdir(folder):
+        cli.main(["report", "runs/7b", "traces"], standalone_mode=False)
+    return folder / "report.html"
 
 
 _VIEWS = (("light", 1280, False), ("dark", 1280, True), ("phone", 390, False), ("phone-dark", 390, True))
+
+
+_SHOW_SAVE = """(() => {
+    const one = document.getElementById("operation");
+    one.value = 1;
+    one.dispatchEvent(new Event("change"));
+    document.getElementById("operations").scrollIntoView();
+    return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+})()"""
 
 
 @click.command()
@@ -166,9 +174,10 @@ def main(folder: Path, documentation: Path | None) -> None:
                 browser.open(page, READY)
                 browser.screenshot(folder / f"{ranks}-{name}.png", is_whole=True)
             if documentation is not None:
-                browser.show(width=1100, height=1000)
+                browser.show(width=1100, height=820)
                 browser.open(page, READY)
-                browser.evaluate("document.getElementById('operations').scrollIntoView()")
+                if ranks > 8:
+                    browser.evaluate(_SHOW_SAVE)
                 browser.screenshot(documentation / f"report-{ranks}.webp")
 
 

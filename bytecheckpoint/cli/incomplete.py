@@ -1,14 +1,18 @@
-"""``bcp ls --incomplete`` and ``bcp rm --incomplete``: what failed saves and killed uploads have left."""
+"""What failed saves and killed uploads have left: ``bcp ls --incomplete``, ``bcp rm --incomplete``, and for others."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import click
 
+from ..checkpoint.location import Location
 from ..checkpoint.sweep import remove_uncommitted, uncommitted
 from ..storage_backends import IncompleteUpload
+from ..storage_backends.local.backend import LocalBackend
+from ..transfer.journal import find_damaged_journals, find_journals
 from .options import EXIT_NEGATIVE, Locate
 from .output import Output, size_text
 
@@ -60,3 +64,13 @@ def _print(out: Output, uploads: Sequence[IncompleteUpload], attempts: Mapping[s
     rows = [(one.key, f"{one.age_s / 3600:.1f} h", one.upload_id) for one in uploads]
     rows += [(name, f"{age_s / 3600:.1f} h", "-") for name, age_s in attempts.items()]
     out.table(("NAME", ">AGE", "UPLOAD"), rows)
+
+
+def waiting_uploads(root: Location) -> list[str]:
+    """Return the names of the checkpoints below a local root whose upload has not ended, such as those in a tier."""
+    folder = root.open()
+    if not isinstance(folder, LocalBackend):
+        return []
+    journals = [path for path, head in find_journals(folder.url) if head.direction == "to"]
+    journals += find_damaged_journals(folder.url)
+    return sorted({os.path.relpath(os.path.dirname(path), folder.url) for path in journals})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
@@ -18,11 +17,8 @@ from ..checkpoint.discovery import (
     list_checkpoints,
     newest_listed,
 )
-from ..checkpoint.location import Location
 from ..errors import CheckpointNotFoundError
-from ..storage_backends.local.backend import LocalBackend
-from ..transfer.journal import find_damaged_journals, find_journals
-from .incomplete import list_incomplete
+from .incomplete import list_incomplete, waiting_uploads
 from .options import EXIT_CORRUPT, DependentOption, Locate, command
 from .output import Output, age_text, size_text
 
@@ -97,16 +93,6 @@ def _print_checkpoints(out: Output, found: Sequence[Listing], latest: str | None
 def _metrics(one: Listing) -> Iterator[str]:
     for name, value in sorted(one.metrics.items()):
         yield f"{name} {value:.4g}"
-
-
-def waiting_uploads(root: Location) -> list[str]:
-    """Return the names of the checkpoints below a local root whose upload has not ended, such as those in a tier."""
-    folder = root.open()
-    if not isinstance(folder, LocalBackend):
-        return []
-    journals = [path for path, head in find_journals(folder.url) if head.direction == "to"]
-    journals += find_damaged_journals(folder.url)
-    return sorted({os.path.relpath(os.path.dirname(path), folder.url) for path in journals})
 
 
 def _listing(one: Listing) -> dict[str, Any]:

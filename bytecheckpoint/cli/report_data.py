@@ -23,7 +23,7 @@ from ..runtime.messages import listed
 from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
 from ..telemetry.save_times import SaveTimes
-from .listing import waiting_uploads
+from .incomplete import waiting_uploads
 
 Column: TypeAlias = npt.NDArray[np.float64]
 """A number for each rank; NaN where it has none."""

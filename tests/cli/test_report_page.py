@@ -100,7 +100,9 @@ def test_the_keyboard_chooses_another_save(browser: Browser) -> None:
 def test_colors_by_bytes_and_over_the_median(browser: Browser) -> None:
     def cells(measure: str) -> dict[tuple[int, int], float]:
         _choose(browser, "measure", measure)
-        return {(one[0], one[1]): one[2] for one in _option(browser, "heat-chart", "series[0].data")}
+        return {
+            (one[0], one[1]): one[2] for one in _option(browser, "heat-chart", "series[0].data.map(one => one.value)")
+        }
 
     _choose(browser, "operation", 2)
     seconds, over = cells("seconds"), cells("over")

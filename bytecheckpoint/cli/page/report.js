@@ -4,6 +4,7 @@ const $ = id => document.getElementById(id);
 const GROUP = 64; // ranks in a row of the first view
 const SHOWN_BOXES = 200; // in the table
 const ROW = 13; // height of a row of ranks, in pixels
+const WAITING = 0.35; // opacity of steps in which ranks wait for each other
 
 const packed = Uint8Array.from(atob($("data").textContent), c => c.charCodeAt(0));
 const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -191,7 +192,7 @@ function drawOperation() {
         const value = measured(one, at);
         if (value !== null && (most === null || value > most)) [most, rank] = [value, one];
       }
-      if (most !== null) cells.push([at, row, most, rank]);
+      if (most !== null) cells.push({ value: [at, row, most, rank], itemStyle: { opacity: operation.waits.includes(steps[at]) ? WAITING : 1 } });
     });
     const rank = slowestOf(ranks);
     let end = 0;
@@ -213,13 +214,13 @@ function drawOperation() {
     axisLabel: { color: color("muted"), fontSize: 11 },
   });
   const open = event => {
-    if (isGrouped && event.data) {
-      $("group").value = String(shown[event.data[event.seriesType === "custom" ? 0 : 1]][0]);
+    if (isGrouped && event.value) {
+      $("group").value = String(shown[event.value[event.seriesType === "custom" ? 0 : 1]][0]);
       drawOperation();
     }
   };
   const isNarrow = $("heat-chart").clientWidth < 80 + 58 * steps.length, top = isNarrow ? 60 : 30;
-  const most = Math.max(...cells.map(cell => cell[2]), 1e-9);
+  const most = Math.max(...cells.filter(cell => cell.itemStyle.opacity === 1).map(cell => cell.value[2]), 1e-9);
   const heat = draw("heat-chart", color => ({
     grid: { left: 70, right: isNarrow ? 28 : 12, top, bottom: 62 },
     xAxis: { type: "category", data: steps, position: "top", ...axis(color), axisLabel: { color: color("muted"), interval: 0, fontSize: 11, rotate: isNarrow ? 45 : 0 } },
@@ -229,7 +230,7 @@ function drawOperation() {
       text: [unit(most), "0"], textStyle: { color: color("muted") }, dimension: 2,
       inRange: { color: [color("heat-low"), color("heat-mid"), color("heat-high")] },
     },
-    tooltip: { formatter: ({ data: [at, row, value, rank] }) => {
+    tooltip: { formatter: ({ value: [at, row, value, rank] }) => {
       const whole = operation.seconds[steps[at]][rank];
       return `${rowTitle(shown[row])}: ${steps[at]}\n${unit(value)}${isGrouped ? ` in rank ${rank}, the most` : ""}${hostName(rank)}\n${seconds(whole)}, median ${seconds(operation.medians[at])}`;
     } },
@@ -241,7 +242,7 @@ function drawOperation() {
     yAxis: yAxis(color),
     legend: { show: false },
     dataZoom: [{ type: "slider", height: 16, bottom: 4, textStyle: { color: color("muted") }, labelFormatter: seconds }, { type: "inside", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true }],
-    tooltip: { formatter: ({ data: [row, at, begin, end, rank] }) => `${isGrouped ? `rank ${rank}, the slowest of ${names[row]}` : `rank ${rank}`}${hostName(rank)}\n${steps[at]}: ${seconds(end - begin)}${hasTrace ? `, from ${seconds(begin)} on` : ""}` },
+    tooltip: { formatter: ({ value: [row, at, begin, end, rank] }) => `${isGrouped ? `rank ${rank}, the slowest of ${names[row]}` : `rank ${rank}`}${hostName(rank)}\n${steps[at]}: ${seconds(end - begin)}${hasTrace ? `, from ${seconds(begin)} on` : ""}` },
     series: [{
       type: "custom", progressive: 0, data: bars, encode: { x: [2, 3], y: 0 }, clip: true,
       renderItem: (params, api) => {
@@ -249,7 +250,7 @@ function drawOperation() {
         const right = api.coord([api.value(3), 0])[0], { x: left, width } = params.coordSys;
         const from = Math.max(x, left), to = Math.min(Math.max(right, x + 1), left + width);
         if (to <= from) return null;
-        return { type: "rect", shape: { x: from, y: y - height / 2, width: to - from, height }, style: { fill: colorOf(steps[api.value(1)], api.value(1)), opacity: operation.waits.includes(steps[api.value(1)]) ? 0.35 : 1 } };
+        return { type: "rect", shape: { x: from, y: y - height / 2, width: to - from, height }, style: { fill: colorOf(steps[api.value(1)], api.value(1)), opacity: operation.waits.includes(steps[api.value(1)]) ? WAITING : 1 } };
       },
     }],
   }), height);
