@@ -36,6 +36,8 @@ from bytecheckpoint.rules import Flat, Replicated, Rules, Sharded
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import time_limit
 
+pytestmark = pytest.mark.sampled(30, of=__name__)
+
 MIB = 1 << 20
 
 

@@ -20,6 +20,8 @@ from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.transfer.journal import find_journals
 
+pytestmark = pytest.mark.sampled(2, of=__name__)
+
 Run = Callable[..., CommandResult]
 
 _KILLED = """

@@ -24,6 +24,8 @@ from bytecheckpoint.cli.options import exit_code
 from bytecheckpoint.cli.output import Output, age_text, plain, printable, size_text
 from bytecheckpoint.testing import time_limit
 
+pytestmark = pytest.mark.sampled(13, of=__name__)
+
 
 def test_ls_lists_checkpoints_and_other_folders(one: Path, tmp_path: Path, bcp_command) -> None:
     for step in (9, 10):

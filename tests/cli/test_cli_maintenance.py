@@ -19,6 +19,8 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
 
+pytestmark = pytest.mark.sampled(10, of=__name__)
+
 
 @pytest.mark.parametrize("which", ["one", "four"])
 @pytest.mark.parametrize(("files", "layout"), [(1, "whole"), (3, "whole"), (1, "sharded"), (3, "sharded")])

@@ -50,6 +50,8 @@ from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(26, of=__name__)
+
 CODECS = ["zstd", "zstd-planes"]
 CHUNK = 4096
 

@@ -24,6 +24,8 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.testing import time_limit
 
+pytestmark = pytest.mark.sampled(20, of=__name__)
+
 WORLDS = [2, 4]
 LARGE = 9 << 20
 

@@ -37,6 +37,8 @@ from bytecheckpoint.control.network import Network
 from bytecheckpoint.inference.push.transports.acceptor import Acceptor
 from bytecheckpoint.testing import time_limit
 
+pytestmark = pytest.mark.sampled(13, of=__name__)
+
 KEY = new_key()
 TIMEOUT_S = time_limit(20)
 STREAM = msgpack.packb(Introduction(3, "stream", "save/1", "ring"))

@@ -16,6 +16,8 @@ from bytecheckpoint.errors import DeadlineError, RankFailedError
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(12, of=__name__)
+
 WORLD = 6
 LARGE = 9 << 20
 DEADLINE_S = time_limit(1)

@@ -15,6 +15,8 @@ from bytecheckpoint.control.single import SingleProcess
 from bytecheckpoint.errors import BytecheckpointError, DeadlineError, RankFailedError
 from bytecheckpoint.testing import time_limit
 
+pytestmark = pytest.mark.sampled(11, of=__name__)
+
 SIZES = [1, 0, 3, 1 << 20, 0, (9 << 20) + 5, 17]
 
 

@@ -37,7 +37,7 @@ from bytecheckpoint.storage_backends.fsspec.connection import Connection
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sampled(10, of=__name__)]
 
 WORLD = 2
 DISK = 48 << 20

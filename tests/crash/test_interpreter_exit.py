@@ -21,7 +21,7 @@ from warm_python import warm_python
 import bytecheckpoint as bcp
 from bytecheckpoint.testing import time_limit
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sampled(4, of=__name__)]
 
 TIMEOUT_S = time_limit(100)  # the guarantee under test: no exit takes longer
 

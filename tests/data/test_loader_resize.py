@@ -14,6 +14,8 @@ import bytecheckpoint as bcp
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(2, of=__name__)
+
 Batches = dict[str, list[list[int]]]
 
 EPOCH = 3

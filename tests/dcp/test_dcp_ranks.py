@@ -31,6 +31,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import bytecheckpoint as bcp
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(5, of=__name__)
+
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 # ---------------------------------------------------------------------------------------------- models and optimizers

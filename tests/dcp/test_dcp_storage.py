@@ -34,7 +34,10 @@ import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.testing import time_limit
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning"),
+    pytest.mark.sampled(12, of=__name__),
+]
 
 
 class Counter:

@@ -29,6 +29,8 @@ from bytecheckpoint.errors import CheckpointNotFoundError, CorruptionError, Rule
 from bytecheckpoint.rules import Averaged, Flat, Ignored, Replicated, Rules, Sharded, Unique
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(18, of=__name__)
+
 TP, DP = 2, 2
 HEADS, KV_HEADS, SIZE, HIDDEN, WIDTH, VOCABULARY = 8, 4, 3, 6, 10, 13
 QKV = {"q": HEADS * SIZE, "k": KV_HEADS * SIZE, "v": KV_HEADS * SIZE}

@@ -29,6 +29,8 @@ from bytecheckpoint.frameworks.registry import find_adapter, parameter_layouts
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.shards import StoredSection
 
+pytestmark = pytest.mark.sampled(6, of=__name__)
+
 CPU = torch.device("cpu")
 WRAPS = ("root", "blocks", "layers")
 

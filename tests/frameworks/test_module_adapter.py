@@ -26,6 +26,8 @@ from bytecheckpoint.frameworks.tensors import tensor_shards
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.shards import StoredSection
 
+pytestmark = pytest.mark.sampled(25, of=__name__)
+
 ADAPTER = ModuleAdapter()
 
 

@@ -21,6 +21,8 @@ from bytecheckpoint.errors import MismatchError, NameCollisionError, Unsupported
 from bytecheckpoint.frameworks.wrapper_tensors import _grid_part, _items_part
 from bytecheckpoint.tensors.geometry import Box
 
+pytestmark = pytest.mark.sampled(4, of=__name__)
+
 
 class Quantized(torch.Tensor):
     """8-bit codes with a scale for every block of ``rows`` x ``columns`` elements, like torchao's weights."""

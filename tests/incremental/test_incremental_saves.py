@@ -35,6 +35,8 @@ from bytecheckpoint.saving import incremental
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 
+pytestmark = pytest.mark.sampled(16, of=__name__)
+
 CHUNK = 1024
 
 

@@ -23,6 +23,8 @@ from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(8, of=__name__)
+
 
 def content(seed: float = 0.0) -> dict[str, torch.Tensor]:
     """Large and small tensors of odd shapes and several dtypes; 6 MB."""

@@ -20,6 +20,8 @@ from bytecheckpoint.loading.shared_reads.scatter import ScatterExchange
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(5, of=__name__)
+
 TENSORS = ("down", "experts", "half", "flags")
 
 

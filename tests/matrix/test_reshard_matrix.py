@@ -14,6 +14,8 @@ from titan_layouts import TITAN_LAYOUTS, build_titan, gathered
 import bytecheckpoint as bcp
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(3, of=__name__)
+
 
 def _save(rank: int, world_size: int, name: str, path: str) -> None:
     bcp.save(path, build(name, seed=1, steps=2).state, step=2).result()

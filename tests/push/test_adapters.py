@@ -26,6 +26,8 @@ from bytecheckpoint.inference.push.transports.shared_memory import SharedMemoryT
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(9, of=__name__)
+
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q", "v"], "bias": "none"}
 _PREFIX = "base_model.model."
 

@@ -22,6 +22,8 @@ from bytecheckpoint.inference.push.leases import resolve
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(6, of=__name__)
+
 STAGES = [("push.apply.leased", "point"), ("push.apply.paused", "point"), ("push.apply.loaded", "point")]
 EARLY_STAGES = [("push.write", "enter"), ("push.verify", "enter"), ("push.verify", "exit")]
 

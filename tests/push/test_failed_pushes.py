@@ -41,6 +41,8 @@ from bytecheckpoint.inference.push.transports.shared_memory import SharedMemoryT
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(8, of=__name__)
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:

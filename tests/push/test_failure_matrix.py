@@ -28,6 +28,8 @@ from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(3, of=__name__)
+
 SAMPLE = 8
 DEADLINE_S = 10.0
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -19,6 +19,8 @@ from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(5, of=__name__)
+
 STREAMED = {"memory_bytes": 40_000, "chunk_bytes": 4000}
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 

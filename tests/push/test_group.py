@@ -42,6 +42,8 @@ from bytecheckpoint.inference.push.transports.group_transport import GroupTransp
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(9, of=__name__)
+
 GROUP = {**RING, "group": "gloo"}
 WIDE = {"group": "gloo"}
 

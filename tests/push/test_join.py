@@ -20,6 +20,8 @@ from bytecheckpoint.inference.push import joins as joining
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(7, of=__name__)
+
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, ToyEngine]]:

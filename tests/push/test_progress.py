@@ -23,6 +23,8 @@ from bytecheckpoint.inference.push import HttpEngine, Pusher, sender
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(3, of=__name__)
+
 RING = {"memory_bytes": 20_000, "chunk_bytes": 4096}
 Reports = list[tuple[str, int, int]]
 

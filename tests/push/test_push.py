@@ -18,6 +18,8 @@ from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(4, of=__name__)
+
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ToyEngine]:

@@ -26,6 +26,8 @@ from bytecheckpoint.cli import push as push_module
 from bytecheckpoint.inference.push import HttpEngine
 from bytecheckpoint.testing import time_limit
 
+pytestmark = pytest.mark.sampled(4, of=__name__)
+
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ToyEngine]:

@@ -20,6 +20,8 @@ from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport, quanti
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(5, of=__name__)
+
 CUT = (64, 24)  # FSDP-2 on two ranks cuts a matrix after 32 rows, in the middle of its blocks
 WHOLE = (16, 16)
 

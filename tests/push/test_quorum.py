@@ -18,6 +18,8 @@ from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(3, of=__name__)
+
 _ABSENT = "http://127.0.0.1:9"
 
 

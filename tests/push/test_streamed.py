@@ -23,6 +23,8 @@ from bytecheckpoint.inference.push.memory import DOUBLE, STREAMED, MemoryPolicy
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(9, of=__name__)
+
 DEVICE = {**RING, "cuda_ipc": True}
 
 STREAMS = pytest.mark.parametrize("options", [RING, DEVICE], ids=["host", "device"])

@@ -58,3 +58,13 @@ def test_other_runs_take_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({run[-1] for run in runs}) == 2
     # Tests of equally many cases do not always run the same ones.
     assert any({name[-3:] for name in run[1:3]} != {name[-3:] for name in run[3:5]} for run in runs)
+
+
+def test_the_sample_of_a_module_is_taken_from_those_of_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, few = pytest.mark.sampled(3, of="a").mark, pytest.mark.sampled(2).mark
+    cases = [_Item(f"a.py::test_cases[{number}]", (few, module)) for number in range(50)]
+    items: list[Any] = [*cases, *(_Item(f"a.py::test_{number}", (module,)) for number in range(4))]
+    monkeypatch.setenv("BCP_TEST_FULL", "")
+    for seed in range(20):
+        monkeypatch.setenv("BCP_TEST_SEED", str(seed))
+        assert len(items) - len(sampling.left_out(items)) == 3

@@ -14,6 +14,8 @@ from bytecheckpoint.errors import ThreadError
 from bytecheckpoint.runtime.threads import Threads, run_daemon
 from bytecheckpoint.testing import time_limit
 
+pytestmark = pytest.mark.sampled(5, of=__name__)
+
 PACKAGE = Path(__file__).parents[2]
 
 

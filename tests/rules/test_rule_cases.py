@@ -11,6 +11,8 @@ from rule_cases import Array, Trainer, random_trainer
 from bytecheckpoint.rules import Region, Resolution, Rules
 from bytecheckpoint.tensors.geometry import row_major_strides
 
+pytestmark = pytest.mark.sampled(2, of=__name__)
+
 TRAINERS = 8_500  # with more than 20,000 rules
 CHUNKS = 10
 

@@ -28,6 +28,8 @@ from bytecheckpoint.runtime.waiting import Waiters
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(15, of=__name__)
+
 WAIT_S = time_limit(60)
 _LOST_SIGNAL_S = time_limit(5)
 

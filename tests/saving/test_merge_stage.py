@@ -22,6 +22,8 @@ from bytecheckpoint.errors import BytecheckpointError, DisagreementError, UsageE
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(6, of=__name__)
+
 MIB = 1 << 20
 SAVED = [
     "plain-1",

@@ -20,6 +20,8 @@ from bytecheckpoint.saving.plan_cache import PlanCache
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(6, of=__name__)
+
 State = dict[str, Any]
 
 FEW_BYTES = 64  # for each rank, before staging, when nothing is planned

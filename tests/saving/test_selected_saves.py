@@ -21,6 +21,8 @@ from bytecheckpoint.errors import BytecheckpointError, MismatchError, UsageError
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(8, of=__name__)
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:

@@ -24,6 +24,8 @@ import bytecheckpoint as bcp
 from bytecheckpoint.errors import MismatchError
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(31, of=__name__)
+
 
 class Net(nn.Module):
     def __init__(self, seed: int = 0) -> None:

@@ -28,6 +28,8 @@ from bytecheckpoint.tensors.shards import SectionSource, SectionTarget, Shard, S
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
+pytestmark = pytest.mark.sampled(15, of=__name__)
+
 
 class Net(nn.Module):
     def __init__(self, value: float = 0.0) -> None:

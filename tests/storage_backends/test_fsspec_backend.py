@@ -40,6 +40,8 @@ from bytecheckpoint.storage_backends.remote.session import EndpointSession, Requ
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
 
+pytestmark = pytest.mark.sampled(141, of=__name__)
+
 
 class TestFsspecMemory(StorageConformance):
     supports_if_version = False

@@ -30,6 +30,8 @@ from bytecheckpoint.storage_backends.local.direct_io import PAGE
 from bytecheckpoint.storage_backends.local.page_cache import PageCache
 from bytecheckpoint.testing.storage import StorageConformance
 
+pytestmark = pytest.mark.sampled(75, of=__name__)
+
 _MIB = 1 << 20
 _CONTENT = np.random.default_rng(0).integers(0, 256, 9 * _MIB, dtype=np.uint8)
 

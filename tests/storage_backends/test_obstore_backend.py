@@ -46,7 +46,7 @@ from bytecheckpoint.storage_backends.remote.session import EndpointSession
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.sampled(43, of=__name__)]
 
 _PART = 5 << 20  # the smallest that S3 accepts
 _DATA = np.random.default_rng(0).bytes(4 * _PART + 17)

@@ -39,7 +39,7 @@ from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import FaultyBackend
 from bytecheckpoint.testing.storage import StorageConformance
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.sampled(46, of=__name__)]
 
 PART = 5 << 20  # the smallest that S3 accepts
 DATA = np.random.default_rng(0).bytes(3 * PART + 17)

@@ -11,7 +11,7 @@ pytest.importorskip("s3fs")
 from store_rows import CheckpointRows, HttpRows
 from store_servers import Store
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.sampled(5, of=__name__)]
 
 
 class TestDirectCheckpoints(HttpRows):

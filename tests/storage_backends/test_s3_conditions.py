@@ -19,7 +19,7 @@ from bytecheckpoint.storage_backends import Conditions, StorageBackend, open_bac
 from bytecheckpoint.storage_backends.s3.client import is_known_endpoint
 from bytecheckpoint.testing import time_limit
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.sampled(5, of=__name__)]
 
 BOTH = Conditions(if_absent=True, if_version=True)
 LOG = "bytecheckpoint.storage_backends.s3.client"

@@ -36,7 +36,7 @@ from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.remote import parts
 from bytecheckpoint.testing import time_limit
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.sampled(7, of=__name__)]
 
 _DEADLINE_S = 2.0
 _AFTER_S = 2.0

@@ -21,7 +21,7 @@ from bytecheckpoint.storage_backends.remote.transport import Connections
 from bytecheckpoint.storage_backends.s3.client import S3Client
 from bytecheckpoint.testing import time_limit
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.sampled(4, of=__name__)]
 
 DATA = os.urandom(3 << 20)
 OWN_CONNECTOR = {"config_kwargs": {"connector_args": {"use_dns_cache": False}}}

@@ -29,7 +29,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.testing import time_limit
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.sampled(5, of=__name__)]
 
 DATA = Counter(begin=1, part=2, complete=1, put=2)  # a file of two parts, a small one, and one of values
 FILES = 3

@@ -21,6 +21,8 @@ from leak_watch import until_empty
 
 from bytecheckpoint.testing import RankPool, RanksFailed, ranks, time_limit
 
+pytestmark = pytest.mark.sampled(7, of=__name__)
+
 
 @dataclass
 class Message:

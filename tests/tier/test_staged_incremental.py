@@ -27,6 +27,8 @@ from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.transfer.journal import find_journals
 
+pytestmark = pytest.mark.sampled(7, of=__name__)
+
 WAIT_S = time_limit(60)
 SIZE = 1_500_000  # several chunks, and several parts
 

@@ -32,6 +32,8 @@ from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals
 
+pytestmark = pytest.mark.sampled(7, of=__name__)
+
 WORLD = 3
 DEADLINE_S = time_limit(20)
 WAIT_S = time_limit(60)

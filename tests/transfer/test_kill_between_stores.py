@@ -36,7 +36,7 @@ from bytecheckpoint.convert.copy import copy
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.testing import time_limit
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow]
+pytestmark = [pytest.mark.s3, pytest.mark.slow, pytest.mark.sampled(2, of=__name__)]
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.transfer.journal import find_journals
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow]
+pytestmark = [pytest.mark.s3, pytest.mark.slow, pytest.mark.sampled(1, of=__name__)]
 
 
 @pytest.fixture(scope="module")
