@@ -99,6 +99,10 @@ class IndexBuilder:
         """Add a section, which may stay empty. ``kind`` is "module", "optimizer" or "tree", as of this library's."""
         self._kinds[section] = kind
 
+    def has_section(self, section: str) -> bool:
+        """Whether something was added to a section."""
+        return section in self._kinds
+
     def add_tensor(self, section: str, fqn: str, leaf: StoredLeaf) -> None:
         """Add a tensor, or more boxes of one. Raises ``NameCollisionError`` if it has other metadata there."""
         self._kinds.setdefault(section, "module")

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from ..checkpoint.index import Index
 from ..errors import FormatError, NotACheckpointError
 from ..format.hf_index import INDEX_KEY
-from ..format.values import UnreadObject
 from .building import IndexBuilder, StoredLeaf
-from .naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION, is_state_dict, module_names
-from .pickles import TensorRef
+from .naming import MODEL_SECTION, is_state_dict, module_names
 from .safetensors_folder import SafetensorsFolder, check_weight_map, meta_of, read_weight_map
-from .source_path import SourcePath, read_json
-from .torch_values import TorchValues, read_small, read_torch_file
+from .source_path import SourcePath
+from .torch_values import TorchValues, read_torch_file
+from .training_files import SHARDED_MODEL, TrainingFiles
 
 _BIN_INDEX_KEY = "pytorch_model.bin.index.json"
-_BIN_KEYS = ("pytorch_model.bin", "adapter_model.bin")
+_BIN_KEYS = ("pytorch_model.bin", "pytorch_model_fsdp.bin", "adapter_model.bin")
 """The names of a model in one file."""
 
 
 def read_huggingface(source: SourcePath) -> Index | None:
     """Return the index of a model, whose tensors form the section ``model``; None if there is none.
 
-    A Trainer's checkpoint also has the sections that ``TrainerState`` adds.
+    The checkpoint of a Trainer or of accelerate also has the sections that ``TrainingFiles`` adds.
 
     A folder with safetensors files is read from these, even if it also has files of ``torch.save``. Those have CRC-32s;
     safetensors files have no checksums.
@@ -46,18 +41,18 @@ def read_huggingface(source: SourcePath) -> Index | None:
     if source.name:
         return None
     builder = IndexBuilder(source.backend, "torch.save")
-    if _add_torch_model(source, builder):
+    if _add_torch_model(source, builder) or SHARDED_MODEL in names:
         return _build(source, builder)
     gguf = next((name for name in names if name.endswith(".gguf")), None)
     return None if gguf is None else read_torch_file(replace(source, url=f"{source.url}/{gguf}", name=gguf))
 
 
 def _build(source: SourcePath, builder: IndexBuilder) -> Index:
-    if source.name or STATE_KEY not in source.children:
+    if source.name:
         return builder.build(name=source.name)
-    builder.system = "transformers"
-    trainer = TrainerState(source, builder)
-    return builder.build(step=trainer.step, world_size=trainer.world_size)
+    files = TrainingFiles(source, builder)
+    builder.system = files.system or builder.system
+    return builder.build(step=files.step, world_size=files.world_size)
 
 
 def _add_safetensors(folder: SafetensorsFolder, builder: IndexBuilder) -> None:
@@ -106,83 +101,3 @@ def _add_torch_model(source: SourcePath, builder: IndexBuilder) -> bool:
     builder.add_section(MODEL_SECTION, "module")
     builder.add_tree(MODEL_SECTION, module_names(tensors))
     return True
-
-
-STATE_KEY = "trainer_state.json"
-"""The counters, which every checkpoint of a Trainer has."""
-
-_SECTIONS = {
-    "optimizer.pt": OPTIMIZER_SECTION,
-    "optimizer.bin": OPTIMIZER_SECTION,  # with FSDP
-    "scheduler.pt": "lr_scheduler",
-    "scaler.pt": "grad_scaler",
-}
-_RNG_SECTION = "rng"
-_RNG = re.compile(r"rng_state(?:_(0|[1-9]\d{0,6}))?\.pth")
-_MAX_STATE_BYTES = 256 << 20
-_MAX_GENERATOR_BYTES = 1 << 20
-
-
-class TrainerState:
-    """Adds the files of one checkpoint to an index.
-
-    Attributes:
-        step: The number of optimizer steps, if it is stored.
-        world_size: The number of ranks that stored their random generators.
-    """
-
-    def __init__(self, source: SourcePath, builder: IndexBuilder) -> None:
-        """Read the files. Raises ``FormatError`` and ``CorruptionError`` for damaged ones."""
-        self._backend, self._values = source.backend, TorchValues(builder)
-        counters = read_json(source.backend, STATE_KEY, _MAX_STATE_BYTES)
-        if not isinstance(counters, dict):
-            raise FormatError(f"{source.backend.url}/{STATE_KEY} is not a JSON object")
-        step = counters.get("global_step")
-        self.step = step if type(step) is int and step >= 0 else None
-        sections = {key: section for key, section in _SECTIONS.items() if key in source.children}
-        generators = {int(match[1] or 0): key for key in source.children if (match := _RNG.fullmatch(key))}
-        # A node may have only the files of its own ranks.
-        if sorted(generators) != list(range(len(generators))):
-            generators = {}
-        self.world_size = max(len(generators), 1)
-        keys = [*sections, *generators.values()]
-        found = dict(zip(keys, source.objects(keys), strict=True))
-        for key, section in sections.items():
-            builder.add_tree(section, self._values.tree(found[key]))
-        if generators:
-            builder.add_section(_RNG_SECTION, "stateful")
-        for rank, key in generators.items():
-            builder.add_tree(_RNG_SECTION, self._generators(found[key], rank), rank=rank)
-        builder.add_tree(EXTRA_SECTION, counters)
-
-    def _generators(self, found: Any, rank: int) -> dict[str, Any]:
-        """The state of ``bytecheckpoint.RNGState``."""
-        found = found if isinstance(found, dict) else {}
-        devices = {kind: state for kind, state in found.items() if kind not in ("python", "numpy", "cpu")}
-        accelerator: dict[str, Any] = {}
-        for kind, state in devices.items():
-            states = state if isinstance(state, list) else [state]  # one generator, or those of all devices
-            accelerator = {"type": kind, "states": [self._bytes(one) for one in states]}
-        return {
-            "rank": rank,
-            "world_size": self.world_size,
-            "python": self._values.tree(found.get("python")),
-            "numpy": _numpy_state(found.get("numpy")),
-            "torch": self._bytes(found.get("cpu")),
-            "accelerator": accelerator,
-        }
-
-    def _bytes(self, tensor: Any) -> Any:
-        """The contents of a generator's state."""
-        is_state = type(tensor) is TensorRef and tensor.is_contiguous and tensor.nbytes <= _MAX_GENERATOR_BYTES
-        if not is_state or tensor.dtype.name != "uint8":
-            return UnreadObject("no state of a random generator")
-        return read_small(self._backend, tensor).numpy()
-
-
-def _numpy_state(found: Any) -> Mapping[str, Any] | UnreadObject:
-    """The named form of what ``numpy.random.get_state()`` returns."""
-    if type(found) is not tuple or len(found) != 5 or not isinstance(found[1], np.ndarray):
-        return UnreadObject("no state of numpy's random generator")
-    kind, key, position, has_gauss, gauss = found
-    return {"bit_generator": kind, "state": {"key": key, "pos": position}, "has_gauss": has_gauss, "gauss": gauss}

@@ -70,6 +70,25 @@ def test_two_ranks_resume_and_one_continues_with_the_right_rate(pool: RankPool, 
         assert one.tree("lr_scheduler")["_last_lr"] == [pytest.approx(1e-2 * (1 - step / BATCHES))]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_folder_of_save_state(pool: RankPool, tmp_path: Path, world_size: int) -> None:
+    native = tmp_path / "native"
+
+    def run(root: str) -> list[dict[str, Any]]:
+        arguments = (free_port(), str(tmp_path / root), 4, None, 2, str(native))
+        return pool.run(train, *arguments, world_size=world_size, backend=None)
+
+    whole, resumed = run("whole"), run("resumed")
+    for before, after in zip(whole, resumed):
+        assert min(after["losses"]) == 5 * world_size
+        assert after["sum"] == before["sum"]
+        for name in ("losses", "rates"):
+            assert after[name] == {batch: one for batch, one in before[name].items() if batch > 4 * world_size}
+    found = bcp.open(native)
+    assert found.manifest.world_size == world_size
+    assert {*found.sections} == {"accelerator", "custom", "lr_scheduler", "model", "optimizer", "rng"}
+
+
 def test_the_accelerator_has_what_is_used() -> None:
     accelerator = Accelerator(cpu=True)
     assert [name for name in USED if not hasattr(accelerator, name)] == []

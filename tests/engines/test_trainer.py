@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import FormatError, NoValidCheckpointError, UsageError
@@ -110,14 +112,10 @@ def test_a_path(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
         train(tmp_path / "second", resume=str(tmp_path / "first" / "checkpoint-4"))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}},
-    ],
-    ids=["ddp", "fsdp-2"],
-)
+_FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+
+
+@pytest.mark.parametrize("changes", [{}, _FSDP2], ids=["ddp", "fsdp-2"])
 def test_two_ranks_die_in_a_save_and_resume(pool: RankPool, tmp_path: Path, changes: dict[str, Any]) -> None:
     def run(root: str, killed: int | None, **expected: Any) -> list[Any]:
         return pool.run(train_on_ranks, free_port(), str(tmp_path / root), killed, changes, backend=None, **expected)
@@ -132,6 +130,40 @@ def test_two_ranks_die_in_a_save_and_resume(pool: RankPool, tmp_path: Path, chan
     assert run("killed", None) == whole
     alone = train(tmp_path / "killed", resume=tmp_path / "killed" / "checkpoint-9")
     assert alone["losses"].keys() == whole[0]["losses"].keys()
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.full)])
+def test_a_folder_that_the_trainer_wrote_with_fsdp(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    changes = {"fsdp": True, "fsdp_config": {**_FSDP2["fsdp_config"], "state_dict_type": kind}, "max_steps": 3}
+    own = {"kind": transformers.Trainer, "checkpoints": None, "resume": False, **changes}
+    pool.run(train_on_ranks, free_port(), str(tmp_path), None, own, backend=None)
+    folder = tmp_path / "checkpoint-3"
+    model_file, optimizer_file = folder / "pytorch_model_fsdp.bin", folder / "optimizer.bin"
+    if kind == "SHARDED_STATE_DICT":
+        for file in (model_file, optimizer_file):
+            source = folder / f"{file.stem}_0"
+            dcp_to_torch_save(source, file)
+        assert not (folder / "model.safetensors").exists()
+    model_state, optimizer_state = (torch.load(file) for file in (model_file, optimizer_file))
+    if kind == "SHARDED_STATE_DICT":
+        model_file.unlink()
+        optimizer_file.unlink()
+        model_state, optimizer_state = model_state["model"], optimizer_state["optimizer"]
+
+    model = make_model()
+    trainer = transformers.Trainer(model, settings(tmp_path / "other", eval_strategy="no"))
+    trainer.create_optimizer_and_scheduler(10)
+    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+    state = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler, "extra_state": {}}
+    bcp.load(folder, state)
+    assert state["extra_state"]["global_step"] == bcp.open(folder).step == 3
+    assert scheduler.state_dict() == torch.load(folder / "scheduler.pt")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, model_state[name])
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(value, optimizer_state["state"][name][key]), (name, key)
+    assert bcp.open(folder).manifest.world_size == 2
+    bcp.load(folder, {"rng": bcp.RNGState()}, options={"per_rank": "lowest"})
 
 
 @pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", ".."])

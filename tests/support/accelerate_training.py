@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,19 +35,32 @@ class Counter:
 
 
 def train(
-    rank: int, world_size: int, port: int, root: str, every: int, kill_at: int | None, accumulation: int
+    rank: int,
+    world_size: int,
+    port: int,
+    root: str,
+    every: int,
+    kill_at: int | None,
+    accumulation: int,
+    native: str | None = None,
 ) -> dict[str, Any]:
-    """Train one epoch, save every so many iterations, and return losses and rates by the global batch."""
+    """Train one epoch, save every so many iterations, and return losses and rates by the global batch.
+
+    ``native`` is a folder of ``Accelerator.save_state``: if it exists, the training continues from there; otherwise it
+    is written at the first save.
+    """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     try:
-        return _train(world_size, root, every, kill_at, accumulation)
+        return _train(world_size, root, every, kill_at, accumulation, native)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 
 
-def _train(world_size: int, root: str, every: int, kill_at: int | None, accumulation: int) -> dict[str, Any]:
+def _train(
+    world_size: int, root: str, every: int, kill_at: int | None, accumulation: int, native: str | None
+) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
@@ -60,7 +74,11 @@ def _train(world_size: int, root: str, every: int, kill_at: int | None, accumula
     torch.manual_seed(5 + accelerator.process_index)
     found: dict[str, Any] = {"losses": {}, "rates": {}}
     with bcp.CheckpointManager(root, cadence=every, preemption=None) as manager:
-        manager.resume(app)
+        if native is not None and Path(native).exists():
+            bcp.load(native, app)
+            native = None
+        else:
+            manager.resume(app)
         first = counter.count // world_size
         batches = accelerator.skip_first_batches(loader, first)
         for iteration, batch in enumerate(batches, first + 1):
@@ -79,5 +97,7 @@ def _train(world_size: int, root: str, every: int, kill_at: int | None, accumula
                 if accelerator.is_last_process:
                     os.kill(os.getpid(), signal.SIGKILL)
             manager.save(counter.count, app)
+            if native is not None and iteration == every:
+                accelerator.save_state(native)
     found["sum"] = sum(one.detach().double().sum().item() for one in model.parameters())
     return found

@@ -142,7 +142,7 @@ def train_on_ranks(
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        return train(root, checkpoints={"callbacks": bcp.manager.Callbacks(on_staged=kill)}, **changes)
+        return train(root, **{"checkpoints": {"callbacks": bcp.manager.Callbacks(on_staged=kill)}} | changes)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()

@@ -10,6 +10,7 @@ from ..building import IndexBuilder, StoredLeaf
 from ..naming import EXTRA_SECTION
 from ..source_path import SourcePath
 from ..torch_values import TorchValues
+from ..training_files import TrainingFiles
 from .folder import DeepSpeedFiles, find_folder
 from .model import ModelWriter
 from .optimizer import FlatGroupWriter, add_scaler
@@ -49,6 +50,7 @@ def read_deepspeed(source: SourcePath) -> Index | None:
     _add_optimizer(files, builder, values, model)
     model.add()
     _add_the_rest(files.first, builder, values)
+    TrainingFiles(source, builder)  # of a Trainer or of accelerate
     step = files.first.get("global_steps")
     version = files.first.get("ds_version")
     return builder.build(
