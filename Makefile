@@ -265,7 +265,7 @@ format: $(STAMP)
 # From nothing: a page that was removed must not remain, and a warning of an older build would not be repeated.
 docs: $(DOCS_VENV)/.installed
 	@rm -rf build/site build/site-state
-	$(DOCS_VENV)/bin/python -m sphinx -q -W --keep-going -b html -d build/site-state docs build/site
+	$(DOCS_VENV)/bin/python -m sphinx -q -n -W --keep-going -b html -d build/site-state docs build/site
 	@echo "make: the site is in build/site; open build/site/index.html"
 
 drawings:

@@ -274,7 +274,7 @@ class Checkpointer:
                 ``Location`` has its own.
 
         Returns:
-            A handle, already done if ``async_save`` is False.
+            A handle, already done if ``async_save`` is False. Its ``result`` raises what fails after the copy.
 
         Raises:
             UsageError: An argument is invalid.
@@ -287,8 +287,6 @@ class Checkpointer:
             DeadlineError: A wait exceeded ``SaveOptions.deadline_s``.
             CommitUnknownError: The checkpoint may or may not exist. After any other error it does not; see
                 ``BytecheckpointError.may_have_committed``.
-
-            An asynchronous save raises failures after the copy from ``SaveHandle.result``.
 
         Example:
             >>> state = {"model": model, "optimizer": optimizer, "extra_state": {"step": step}}

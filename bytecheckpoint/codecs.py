@@ -30,7 +30,7 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
-    """The codec's name in the manifest: at most 40 lower-case letters, digits and ``-``; not ``raw``."""
+    """The codec's name in the manifest, of at most 40 lower-case letters, digits and ``-``, and not ``raw``."""
 
     @abstractmethod
     def encode(self, data: memoryview, width: int) -> bytes:

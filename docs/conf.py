@@ -13,6 +13,7 @@ version = release = VERSION
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx_click",
     "sphinx_copybutton",
@@ -37,12 +38,35 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88
 
+# The build needs no network: these inventories list the few names that signatures contain.
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", "inventories/python.txt"),
+    "torch": ("https://docs.pytorch.org/docs/stable", "inventories/torch.txt"),
+}
+# Types inside the library, which no user makes or looks into.
+nitpick_ignore_regex = [
+    ("py:class", r"bytecheckpoint\.(checkpoint\.location\.Silence|frameworks\.data_loader\.Divisible|.*\.T)"),
+    ("py:class", r"bytecheckpoint\.((control|engine|format|frameworks\.layout|tensors)\..*|rules\.kinds\.Rule)"),
+    ("py:class", r"typing_extensions\.Buffer"),
+    ("py:class", r".*(\[| \| ).*"),  # a part of a long annotation, which Sphinx does not take apart
+]
+MADE_BY_THE_LIBRARY = ("Checkpoint", "LoadReport", "SaveHandle", "SaveResult", "StoredTensor", "Timings", "VerifyReport")
+
 
 def without_epilog(_app: Sphinx, _context: object, lines: list[str]) -> None:
     """Leave out what the help of each command repeats: the exit codes, which docs/cli.md has as a table."""
     lines.clear()
 
 
+def without_constructor(
+    _app: Sphinx, what: str, name: str, _object: object, _options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Leave out the parameters of classes that users get from functions and never call."""
+    is_made = what == "class" and name.rpartition(".")[2] in MADE_BY_THE_LIBRARY
+    return ("", None) if is_made else (signature, returns)
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("autodoc-process-signature", without_constructor)
     app.connect("sphinx-click-process-epilog", without_epilog)

@@ -269,7 +269,7 @@ class StorageBackend(ABC):
     """Whether bytes leave this machine, so that it may pay to encode them."""
 
     read_size: int = 8 << 20
-    """The preferred size of one read in bytes: large enough to make the latency of a request negligible."""
+    """The preferred size of one read in bytes, large enough to make the latency of a request negligible."""
 
     deadline_s: float = 600.0
     """How long one call may wait for the store, in seconds. The caller of ``open_backend`` sets it.

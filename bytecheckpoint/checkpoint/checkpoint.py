@@ -137,7 +137,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     @property
     def created(self) -> str:
-        """Time of the save: UTC, RFC 3339."""
+        """When it was saved, in UTC, as in RFC 3339."""
         return self.manifest.created
 
     @property

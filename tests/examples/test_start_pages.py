@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import contextlib
 import doctest
+import io
 import os
 import re
 from pathlib import Path
@@ -13,7 +17,10 @@ from warm_python import warm_python
 
 from bytecheckpoint.testing import time_limit
 
-PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "start").glob("*.md"))
+START = Path(__file__).resolve().parents[2] / "docs" / "start"
+NOTEBOOK = START / "notebook.md"
+PAGES = sorted({*START.glob("*.md")} - {NOTEBOOK})
+CELL = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shown>.*?)^```)?", re.M | re.S)
 # Each alternative is a program and its name, or a block of commands and their output.
 BLOCK = re.compile(
     r"`(?P<name>\w+\.py)`:\n\n```python\n(?P<program>.*?)^```|```console\n(?P<session>.*?)^```", re.M | re.S
@@ -61,6 +68,35 @@ def is_shown(shown: str, printed: str) -> bool:
         re.sub(r"\d+(\.\d+)?", "0", re.sub(r"attempt-\w+-\w+", "attempt", text)) for text in (shown, printed)
     )
     return doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+
+
+def run_cell(code: str, names: dict[str, Any]) -> str:
+    """Run a cell as a notebook does, and return what it prints and the value of a last line that is an expression."""
+    tree = ast.parse(code)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(tree, NOTEBOOK.name, "exec"), names)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), NOTEBOOK.name, "eval"), names)
+            print(*(() if value is None else (repr(value),)), end="\n" if value is not None else "")
+    return printed.getvalue()
+
+
+def test_the_cells_of_the_notebook_print_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a running event loop, as in a kernel. The last cell continues when it is run again."""
+    monkeypatch.chdir(tmp_path)
+    cells = list(CELL.finditer(NOTEBOOK.read_text()))
+    names: dict[str, Any] = {}
+
+    async def run_all() -> None:
+        for cell in cells:
+            printed = run_cell(cell["code"], names)
+            assert is_shown(cell["shown"] or "", printed), f"{cell['code']}\nprints:\n{printed}"
+        assert run_cell(cells[-1]["code"], names) == "begin after step 500\n"
+
+    asyncio.run(run_all())
+    assert len(cells) >= 8
 
 
 def test_every_block_of_the_pages_is_found() -> None:
