@@ -203,8 +203,11 @@ def test_the_current_library_writes_the_same(name: str, again: Path) -> None:
             assert data[1] == data[0], file
 
 
+_VARYING = ("library_version", "save_times")
+
+
 def _columns(manifest: Manifest, values: list[int]) -> dict[str, Any]:
-    """Return every column as plain data, except the version of the library, and the sizes of the files ``values``."""
+    """Return every column as plain data, except the version, the times, and the sizes of the files ``values``."""
     found: dict[str, Any] = {}
     for part, table in {
         "": manifest,
@@ -215,7 +218,7 @@ def _columns(manifest: Manifest, values: list[int]) -> dict[str, Any]:
         for key, value in vars(table).items():
             if isinstance(value, np.ndarray):
                 found[f"{part}.{key}"] = value.tolist()
-            elif isinstance(value, (str, int, list, dict)) and key != "library_version" and not key.startswith("_"):
+            elif isinstance(value, (str, int, list, dict)) and key not in _VARYING and not key.startswith("_"):
                 found[f"{part}.{key}"] = value
     for key in ("size", "head_length", "head_checksum"):
         found[f"files.{key}"] = [None if row in values else n for row, n in enumerate(found[f"files.{key}"])]
