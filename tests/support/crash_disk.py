@@ -1,7 +1,7 @@
 """Simulate a failing file system: calls of this process on one folder raise, or write half of the data and die.
 
-The functions of ``os`` are replaced, below all code of the library, so that its error handling is tested too. A fault
-applies only to paths (and descriptors of files) below the folder, and only while it is armed.
+The functions of ``os`` and one system call are replaced, below all code of the library, so that its error handling is
+tested too. A fault applies only to paths (and descriptors of files) below the folder, and only while it is armed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from bytecheckpoint.storage_backends.local import directories
+
 ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO, "eacces": errno.EACCES}
+
+
+_RENAMEAT2 = "rename_exclusive"
+"""The function of the library that calls it; ``os`` has none."""
+
+
+def _owner(name: str) -> Any:
+    return directories if name == _RENAMEAT2 else os
 
 
 class FailingDisk:
@@ -35,13 +45,13 @@ class FailingDisk:
 
     def install(self) -> None:
         for name, wrapped in self._calls().items():
-            self._former[name] = getattr(os, name)
-            setattr(os, name, wrapped)
+            self._former[name] = getattr(_owner(name), name)
+            setattr(_owner(name), name, wrapped)
 
     def remove(self) -> None:
         while self._former:
             name, function = self._former.popitem()
-            setattr(os, name, function)
+            setattr(_owner(name), name, function)
 
     def _calls(self) -> dict[str, Callable[..., Any]]:
         calls: dict[str, dict[str, Callable[..., Any]]] = {
@@ -53,7 +63,7 @@ class FailingDisk:
             "write": {"pwrite": self._pwrite},
             "sync": {name: self._on_descriptor(name) for name in ("fsync", "fdatasync")},
             "sync-directory": {"fsync": self._on_descriptor("fsync", directory=True)},
-            "rename": {name: self._on_target(name) for name in ("replace", "link")},
+            "rename": {name: self._on_target(name) for name in ("replace", "link", _RENAMEAT2)},
             "delete": {"unlink": self._on_path("unlink")},
         }
         return calls[self._call]
@@ -106,10 +116,10 @@ class FailingDisk:
         return int(self._former["open"](path, flags, *args, **options))
 
     def _on_target(self, name: str) -> Callable[..., Any]:
-        def call(source: Any, target: Any, **options: Any) -> None:
+        def call(source: Any, target: Any, **options: Any) -> Any:
             if self._strikes(target):
                 raise self._error(target)
-            self._former[name](source, target, **options)
+            return self._former[name](source, target, **options)
 
         return call
 
