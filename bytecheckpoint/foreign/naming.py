@@ -35,7 +35,7 @@ def sections_of(tree: Any) -> dict[str, Any]:
 
     A state dict of a model or an optimizer alone is the section ``model`` or ``optimizer``. Of any other mapping, each
     item with contents is a section, under the common name of what it holds; plain values without a name of their own
-    form the section ``extra_state``.
+    form the section ``extra_state``. Tensors with dotted names beside them are the model, unless there is another one.
     """
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         return {EXTRA_SECTION: tree}
@@ -47,6 +47,10 @@ def sections_of(tree: Any) -> dict[str, Any]:
         return {MODEL_SECTION: module_names(tree)}
     if tree.keys() >= {"state", "param_groups"}:
         return {OPTIMIZER_SECTION: _with_numbers(tree)}
+    model = {name: value for name, value in tree.items() if isinstance(value, StoredLeaf) or _is_extra_state(name)}
+    if any("." in name for name in model) and not any(_SECTION_OF.get(name.lower()) == MODEL_SECTION for name in tree):
+        rest = {name: value for name, value in tree.items() if name not in model}
+        tree = {MODEL_SECTION: model, **rest}  # torchtitan does not nest the model
     sections: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for name, value in tree.items():
@@ -83,9 +87,12 @@ def is_state_dict(tree: object) -> TypeGuard[dict[str, Any]]:
     if not isinstance(tree, dict) or not any(isinstance(value, StoredLeaf) for value in tree.values()):
         return False
     return all(
-        isinstance(key, str) and (isinstance(value, StoredLeaf) or key.endswith("_extra_state"))
-        for key, value in tree.items()
+        isinstance(key, str) and (isinstance(value, StoredLeaf) or _is_extra_state(key)) for key, value in tree.items()
     )
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.endswith("_extra_state")
 
 
 def module_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,18 @@ def _load_sharded(rank: int, world_size: int, path: str) -> None:
     assert report.bytes_read <= 1.1 * report.bytes_requested + 4096
 
 
+def test_a_model_beside_its_optimizer(tmp_path: Path) -> None:
+    saving, loading = _Run(0), _Run(1)
+    saving.train(2)
+    torch.save({**saving.model.state_dict(), "optimizer": saving.optimizer.state_dict(), "epoch": 3}, tmp_path / "a.pt")
+    assert {*bcp.open(tmp_path / "a.pt").sections} == {"model", "optimizer", "extra_state"}
+    bcp.load(tmp_path / "a.pt", {"model": loading.model, "optimizer": loading.optimizer, "extra_state": {"epoch": 0}})
+    loading.scheduler.load_state_dict(saving.scheduler.state_dict())
+    assert loading.train(2) == saving.train(2)
+    torch.save({"a.b": torch.ones(1), "model": saving.model.state_dict(), "optimizer": {}}, tmp_path / "b.pt")
+    assert bcp.open(tmp_path / "b.pt").tree("extra_state") == {"a.b": torch.ones(1)}
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool(2) as ranks:
