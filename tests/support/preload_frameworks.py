@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -22,3 +24,7 @@ with (
     if find_spec("peft"):
         for _name in ("transformers.trainer", "transformers.models.llama.modeling_llama"):
             importlib.import_module(_name)
+
+if find_spec("torchtitan"):
+    sys.path.append(str(Path(__file__).parent))
+    importlib.import_module("torchtitan_training")
