@@ -35,7 +35,7 @@ def sections_of(tree: Any) -> dict[str, Any]:
 
     A state dict of a model or an optimizer alone is the section ``model`` or ``optimizer``. Of any other mapping, each
     item with contents is a section, under the common name of what it holds; plain values without a name of their own
-    form the section ``extra_state``. Tensors with dotted names beside them are the model, unless there is another one.
+    form the section ``extra_state``. Tensors with dotted names next to them are the model, unless there is another one.
     """
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         return {EXTRA_SECTION: tree}

@@ -27,7 +27,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.errors import CorruptionError, FormatError
 from bytecheckpoint.testing.ranks import RankPool
 
-_FORMS = ["nested", "flat", "raw", "app", "beside"]
+_FORMS = ["nested", "flat", "raw", "app", "unnested"]
 
 
 class _Network(nn.Module):
@@ -74,12 +74,12 @@ class _Run:
         """The state dict that a user of DCP saves."""
         if name == "raw":
             return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": 7}
-        options = StateDictOptions(flatten_optimizer_state_dict=name in ("flat", "beside"))
+        options = StateDictOptions(flatten_optimizer_state_dict=name in ("flat", "unnested"))
         parts = {
             "model": get_model_state_dict(self.model),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=options),
         }
-        if name == "beside":  # torchtitan
+        if name == "unnested":  # torchtitan
             return {**parts.pop("model"), **parts, "step": 7}
         return {"app": parts} if name == "app" else {**parts, "step": 7}
 

@@ -94,7 +94,7 @@ def _load_sharded(rank: int, world_size: int, path: str) -> None:
     assert report.bytes_read <= 1.1 * report.bytes_requested + 4096
 
 
-def test_a_model_beside_its_optimizer(tmp_path: Path) -> None:
+def test_a_model_next_to_its_optimizer(tmp_path: Path) -> None:
     saving, loading = _Run(0), _Run(1)
     saving.train(2)
     torch.save({**saving.model.state_dict(), "optimizer": saving.optimizer.state_dict(), "epoch": 3}, tmp_path / "a.pt")
