@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 
 from ..engine.reading.reader import ReadPart, ReadStats, ShardReader
@@ -27,6 +28,7 @@ from ..runtime.arguments import check_arguments
 from ..runtime.modes import default_modes
 from ..storage_backends import join
 from ..storage_backends.base import StorageBackend
+from ..telemetry.notebook import html_table
 from ..tensors.geometry import Box
 from ..tensors.shards import Path
 from ..tensors.tables import BoxTable
@@ -461,6 +463,17 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """Show the URL, step, number of tensors and size."""
         size = f"{len(self.manifest.tensors)} tensors, {self.manifest.nbytes} bytes"
         return f"<Checkpoint {without_userinfo(self.url)} step={self.step} {size}>"
+
+    def _repr_html_(self) -> str:
+        tensors, shards, count = self.manifest.tensors, self.manifest.shards, len(self.manifest.sections)
+        of_tensor = np.bincount(tensors.section, minlength=count)
+        nbytes = np.bincount(tensors.section[shards.tensor], self.manifest.shard_nbytes, count)
+        rows = [
+            (section.name, section.kind, int(of_tensor[row]), f"{nbytes[row] / 1e6:,.1f}")
+            for row, section in enumerate(self.manifest.sections)
+        ]
+        title = f"{self.url}: step {self.step}, saved {self.created[:16]} UTC by {self.world_size} rank(s)"
+        return html_table(title, ("section", "kind", "tensors", "MB"), rows)
 
 
 def _renamed(reopen: Callable[[], Checkpoint], rename: Rename) -> Checkpoint:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import without_userinfo
+from ..telemetry.notebook import timings_table
 from ..telemetry.trace import Timings
 
 
@@ -79,3 +80,6 @@ class LoadReport:
             f"{without_userinfo(self.url)} (step {self.step}): {', '.join(parts)}; "
             f"{self.bytes_read} bytes read{unchecked}{received} for {self.bytes_requested} requested"
         )
+
+    def _repr_html_(self) -> str:
+        return timings_table(f"Load of {self}", self.timings)

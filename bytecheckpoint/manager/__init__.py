@@ -5,5 +5,15 @@ from __future__ import annotations
 from .callbacks import Callbacks
 from .manager import CheckpointManager
 from .options import Cadence, ExceptionSave, JobOptions, Preemption, Retention
+from .prometheus import PrometheusFile
 
-__all__ = ["Cadence", "Callbacks", "CheckpointManager", "ExceptionSave", "JobOptions", "Preemption", "Retention"]
+__all__ = [
+    "Cadence",
+    "Callbacks",
+    "CheckpointManager",
+    "ExceptionSave",
+    "JobOptions",
+    "Preemption",
+    "PrometheusFile",
+    "Retention",
+]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ..engine.staging.staging import Staging
 from ..errors import without_userinfo
+from ..telemetry.notebook import timings_table
 from ..telemetry.trace import Timings
 from ..transfer.transfer import TransferReport
 from .lifecycle import SaveLifecycle
@@ -186,6 +187,15 @@ class SaveHandle:
     def __repr__(self) -> str:
         state = self._lifecycle.state
         return f"<SaveHandle {without_userinfo(self.url)} {state.name.lower() if state.is_final else 'pending'}>"
+
+    def _repr_html_(self) -> str:
+        state, error = "in progress", None
+        if self.done():
+            error = self._lifecycle.exception()
+            state = "committed" if error is None else f"failed: {error}"
+        elif self.staged():
+            state = "staged, in progress"
+        return timings_table(f"Save of {self.url}: {state}", self.timings)
 
     def is_uploaded(self) -> bool:
         """Return whether ``uploaded`` returns, or raises, at once."""

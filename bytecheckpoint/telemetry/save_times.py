@@ -22,6 +22,7 @@ Seconds: TypeAlias = npt.NDArray[np.float64]
 _STEPS = SAVE_STEPS[: SAVE_STEPS.index("confirm")]
 _STEPS_OF_CALLER = _STEPS.index("stage") + 1
 _LEVELS = 255
+_MOST_RANKS = 1 << 20  # of which a hostile manifest would fill memory
 
 PACKED_STEPS = 4 * len(_STEPS)
 """Bytes that ``pack_steps`` returns."""
@@ -70,10 +71,12 @@ class SaveTimes:
     def from_document(cls, document: Mapping[str, Any], world_size: int) -> SaveTimes | None:
         """Decode what ``to_document`` returned. None for anything else: the bytes may come from anywhere."""
         try:
+            if world_size > _MOST_RANKS:
+                return None
             ranks = {
-                str(step): np.frombuffer(document["ranks"][step], np.uint8).astype(np.float64)
-                * (float(slowest) / _LEVELS)
+                step: np.frombuffer(document["ranks"][step], np.uint8).astype(np.float64) * (float(slowest) / _LEVELS)
                 for step, slowest in document["slowest"].items()
+                if step in _STEPS
             }
             found = cls(float(document["seconds"]), float(document["stall"]), ranks)
             figures = [found.seconds, found.stall, *(float(one.max()) for one in ranks.values())]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 SAVE_STEPS = ("check", "describe", "agree", "plan", "stage", "merge", "write", "confirm", "commit", "clean")
 LOAD_STEPS = ("check", "open", "describe", "plan", "read", "apply", "report")
@@ -199,6 +200,27 @@ class Timings:
         """Add ``nbytes`` to the bytes that step ``name`` has moved. Thread-safe."""
         with self._lock:
             self.nbytes[name] = self.nbytes.get(name, 0) + nbytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain values, for logs and dashboards.
+
+        Returns:
+            ``operation``, ``rank``, ``seconds`` and ``bytes`` by step, ``work`` by name (each with ``seconds``,
+            ``bytes`` and ``count``) and ``pipelined``.
+        """
+        with self._lock:
+            work = {
+                name: {"seconds": one.seconds, "bytes": one.nbytes, "count": one.count}
+                for name, one in self.work.items()
+            }
+            return {
+                "operation": self.operation,
+                "rank": self.rank,
+                "seconds": dict(self.seconds),
+                "bytes": dict(self.nbytes),
+                "work": work,
+                "pipelined": self.pipelined,
+            }
 
     def _record(self, name: str, begin: float, seconds: float, nbytes: int, *, is_step: bool) -> None:
         if _recorders:

@@ -63,7 +63,7 @@ _GOOD = {"seconds": 1.0, "stall": 0.5, "slowest": {"write": 0.5}, "ranks": {"wri
         {**_GOOD, "stall": -1.0},
         {**_GOOD, "seconds": 10**400},
         {**_GOOD, "slowest": [1.0]},
-        {**_GOOD, "slowest": {"read": 1.0}},
+        {**_GOOD, "slowest": {"plan": 1.0}},
         {**_GOOD, "slowest": {"write": "slow"}},
         {**_GOOD, "slowest": {"write": -1.0}},
         {**_GOOD, "ranks": {"write": b"\xff"}},
