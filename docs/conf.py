@@ -25,6 +25,7 @@ html_show_copyright = False
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+pygments_dark_style = "github-dark"
 highlight_language = "text"  # indented blocks are commands and their output
 smartquotes = False  # they would change `--json` in the help of commands
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
@@ -50,7 +51,8 @@ nitpick_ignore_regex = [
     ("py:class", r"typing_extensions\.Buffer"),
     ("py:class", r".*(\[| \| ).*"),  # a part of a long annotation, which Sphinx does not take apart
 ]
-MADE_BY_THE_LIBRARY = ("Checkpoint", "LoadReport", "SaveHandle", "SaveResult", "StoredTensor", "Timings", "VerifyReport")
+MADE_BY_THE_LIBRARY = {"Checkpoint", "LoadReport", "SaveHandle", "SaveResult", "StoredTensor", "Timings"}
+MADE_BY_THE_LIBRARY |= {"VerifyReport", "Work"}
 
 
 def without_epilog(_app: Sphinx, _context: object, lines: list[str]) -> None:

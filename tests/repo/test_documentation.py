@@ -128,6 +128,17 @@ def test_the_reference_contains_every_public_name() -> None:
     assert sorted(found) == sorted({*dir(bcp)} - {"__version__", "dcp", "errors"})
 
 
+def test_the_page_of_the_environment_has_every_variable() -> None:
+    code = [
+        path
+        for name in ("bytecheckpoint", "planners", "storage_backends")
+        for path in REPOSITORY.glob(f"{name}/**/*.py")
+    ]
+    found = {name for path in code for name in re.findall(r"\bBYTECHECKPOINT_[A-Z_]+", path.read_text())}
+    text = (REPOSITORY / "docs" / "reference" / "environment.md").read_text()
+    assert {*re.findall(r"^\| `(BYTECHECKPOINT_[A-Z_]+)`", text, re.M)} == found
+
+
 def test_the_page_of_errors_has_what_to_do_for_every_error() -> None:
     text = (REPOSITORY / "docs" / "errors.md").read_text()
     found = {name: getattr(bcp.errors, name) for name in bcp.errors.__all__}
