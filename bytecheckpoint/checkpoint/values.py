@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from ..engine.reading.stored_files import read_stored_file
 from ..errors import StateError
 from ..format.manifest import COMPANION, Manifest
-from ..format.values import MAPPINGS, Container, decode_value, decode_values_file, is_left_out, path_name
+from ..format.values import MAPPINGS, Container, decode_value, decode_values_file, is_left_out, path_name, unread_in
 from ..frameworks.tree_paths import PathIndex, build_tree
+from ..runtime.messages import listed
 from ..storage_backends.base import StorageBackend
 from ..tensors.shards import Path
 
@@ -40,6 +41,19 @@ class StoredValue(NamedTuple):
             return decode_value(self.encoded, where=self.name)
         except StateError:
             return f"<a pickle of {len(self.encoded)} bytes, not loaded>"
+
+
+def unread_values(values: Iterable[StoredValue]) -> dict[str, str]:
+    """Return what the values are that this library does not read, by full name: those of another system."""
+    return {value.name: found.what for value in values if (found := unread_in(value.decode()))}
+
+
+def refuse_unread(values: Iterable[StoredValue], url: str) -> None:
+    """Raise ``StateError`` for values that this library does not read, so that nobody writes a part without a word."""
+    unread = unread_values(values)
+    if unread:
+        values_and_kinds = listed([f"{name} ({what})" for name, what in unread.items()])
+        raise StateError(f"{url}: this library does not read {values_and_kinds}; nothing was written; exclude them")
 
 
 def values_files(manifest: Manifest) -> list[int]:

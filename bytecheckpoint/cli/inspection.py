@@ -15,11 +15,13 @@ from .. import api
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import Location
 from ..checkpoint.selection import SimilarNames
+from ..checkpoint.values import unread_values
 from ..codecs import PlainCodec
 from ..foreign.opening import CheckpointSource
 from ..format.manifest import FORMAT_VERSION
 from ..loading.options import LoadOptions
 from ..rules import Rules
+from ..runtime.messages import listed
 from ..tensors.dtypes import DTYPES
 from .options import EXIT_NEGATIVE, DependentOption, Locate, command
 from .output import Output, count_text, plain, size_text
@@ -140,6 +142,7 @@ def _summary(found: Checkpoint) -> dict[str, Any]:
         "shard_count": len(manifest.shards),
         "sections": [_section(found, index) for index in range(len(manifest.sections))],
         "aliases": dict(found.aliases),
+        "not_read": {} if found.index.is_own else unread_values(found.index.values()),
     }
 
 
@@ -255,6 +258,8 @@ def _print_summary(out: Output, document: Mapping[str, Any]) -> None:
         out.line(f"  codec {one['codec']}: {ratio:.2f} of {size_text(one['tensor_bytes'])}")
     for one in document["shared"]:
         out.line(f"  shared: {size_text(one['bytes'])} are in files of {one['attempt']}")
+    if document["not_read"]:
+        out.line(f"  not read: {listed([f'{name} ({what})' for name, what in document['not_read'].items()])}")
     if document["metadata"]:
         out.line(f"  metadata {document['metadata']}")
     out.line()

@@ -101,6 +101,7 @@ def export_safetensors(
         NameNotFoundError: The checkpoint has no such section, or no adapter.
         MismatchError: The names or shapes are not the expected ones, a tensor belongs to a single rank, a pattern
             matches nothing, or an adapter does not fit. Lists all.
+        StateError: A weight in another system's file is of a class that this library does not read.
         NameCollisionError: Two tensors would have the same name.
         UnsupportedTensorError: safetensors cannot represent the dtype of a tensor, or an adapter is more than LoRA.
         KeyExistsError: The target already holds a model, or a related file with other contents.

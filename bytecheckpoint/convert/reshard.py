@@ -19,14 +19,14 @@ from ..checkpoint.index import Index
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
 from ..checkpoint.selection import Exclusion
-from ..checkpoint.values import StoredValue, values_files
+from ..checkpoint.values import StoredValue, refuse_unread, values_files
 from ..engine.files import data_key
 from ..engine.reading.stored_files import read_stored_file
-from ..errors import NameCollisionError, StateError, UsageError
+from ..errors import NameCollisionError, UsageError
 from ..foreign.naming import MODEL_SECTION
 from ..format.manifest import COMPANION, Manifest, SectionInfo
 from ..format.safetensors import shard_name
-from ..format.values import encode_values_file, unread_in
+from ..format.values import encode_values_file
 from ..frameworks.sections import split_rank_name
 from ..runtime.arguments import check_choice
 from ..runtime.modes import default_modes
@@ -215,10 +215,7 @@ def _values_of(index: Index, attempt: str) -> list[OutputFile]:
 
 def _encoded_values(values: Iterable[StoredValue], url: str, attempt: str) -> list[OutputFile]:
     values = list(values)
-    unread = {value.name: found.what for value in values if (found := unread_in(value.decode()))}
-    if unread:
-        listed = ", ".join(f"{name} ({what})" for name, what in list(unread.items())[:5])
-        raise StateError(f"{url}: {len(unread)} value(s) cannot be stored, such as {listed}; exclude them")
+    refuse_unread(values, url)
     groups: dict[tuple[str, int | None], list[tuple[Path, bool, bytes]]] = {}
     for value in values:
         groups.setdefault((value.section, value.rank), []).append((value.path, value.rank is None, value.encoded))

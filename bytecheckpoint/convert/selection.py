@@ -11,6 +11,7 @@ import torch
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import Exclusion
+from ..checkpoint.values import StoredValue, refuse_unread
 from ..errors import (
     MismatchError,
     NameCollisionError,
@@ -19,6 +20,8 @@ from ..errors import (
     UsageError,
 )
 from ..format.safetensors import code_and_shape
+from ..format.values import path_name
+from ..frameworks.module_tree import EXTRA_STATE
 from ..loading.matching import fault_lines
 from ..runtime.arguments import check_choice
 from ..runtime.messages import listed
@@ -76,6 +79,7 @@ class ExportSelection:
             raise NameNotFoundError(
                 f"{self.checkpoint.url} has no section {self.section!r}; it has {', '.join(self.checkpoint.sections)}"
             )
+        self._refuse_unread()
         required = None if expected is None else _expected_shapes(expected)
         groups = self._groups()
         chosen = self._parts(groups)
@@ -100,6 +104,16 @@ class ExportSelection:
     def exported_name(self, fqn: str) -> str | None:
         """The exported name of a stored tensor; None if it is not exported."""
         return fqn if self.lora is None else self.lora.relabel(fqn)
+
+    def _refuse_unread(self) -> None:
+        """Raise ``StateError`` for a weight of a class that this library does not read, such as a quantized one."""
+        index = self.checkpoint.index
+        if not index.is_own:
+            refuse_unread(filter(self._is_weight, index.values(section=self.section)), self.checkpoint.url)
+
+    def _is_weight(self, value: StoredValue) -> bool:
+        name = self.exported_name(path_name(value.path))
+        return name is not None and EXTRA_STATE not in name and not self.exclude(name)
 
     def _added(self, row: int) -> LowRank | None:
         return None if self.lora is None else self.lora.added.get(row)

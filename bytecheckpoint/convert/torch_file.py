@@ -11,6 +11,7 @@ import torch
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.selection import Exclusion
+from ..checkpoint.values import refuse_unread
 from ..errors import KeyExistsError, KeyNotFoundError, NameNotFoundError, StateError, UsageError
 from ..foreign.source_path import open_parent
 from ..frameworks.tree_paths import find_all
@@ -73,7 +74,7 @@ def export_torch_file(
     Raises:
         NameNotFoundError: The checkpoint has no such section.
         MismatchError: A pattern matches nothing.
-        StateError: A value cannot be decoded, for example because it is stored as a pickle.
+        StateError: A value cannot be decoded, for example because it is stored as a pickle, or is not read.
         KeyExistsError: The file exists.
         CorruptionError: Stored bytes are damaged or missing.
         StorageError: A store failed.
@@ -121,6 +122,8 @@ def exportable_state(checkpoint: Checkpoint, section: str | None, exclude: Seque
 
     excluded = Exclusion(exclude)
     chosen = checkpoint.sections if section is None else [section]
+    values = (value for value in checkpoint.index.values() if value.section in chosen and not excluded(value.name))
+    refuse_unread(values, checkpoint.url)
     state = {one: section_state(checkpoint, one, keep=lambda name: not excluded(name)) for one in chosen}
     excluded.require_matches(checkpoint.url, checkpoint)
     refused = find_all(state, Refused)

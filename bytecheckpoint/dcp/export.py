@@ -85,7 +85,7 @@ def export_dcp(
     Raises:
         NameNotFoundError: The checkpoint has no such section.
         MismatchError: A pattern matches nothing.
-        StateError: A value cannot be decoded, for example because it is stored as a pickle.
+        StateError: A value cannot be decoded, for example because it is stored as a pickle, or is not read.
         KeyExistsError: The folder is not empty.
         CorruptionError: Stored bytes are damaged or missing.
         StorageError: A store failed.

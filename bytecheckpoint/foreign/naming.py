@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from ..format.values import is_number
+from ..format.values import UnreadObject, is_number
 from ..frameworks.module_tree import clean_name
 from ..frameworks.sections import is_section_name
 from .building import StoredLeaf
@@ -83,16 +83,25 @@ def _with_numbers(tree: Any) -> Any:
 
 
 def is_state_dict(tree: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a tree is a model's state dict: tensors under dotted names, and possibly extra states."""
+    """Whether a tree is a model's state dict: tensors under dotted names, and possibly extra states.
+
+    Tensors of classes that are not read count as tensors.
+    """
     if not isinstance(tree, dict) or not any(isinstance(value, StoredLeaf) for value in tree.values()):
         return False
     return all(
-        isinstance(key, str) and (isinstance(value, StoredLeaf) or _is_extra_state(key)) for key, value in tree.items()
+        isinstance(key, str)
+        and (isinstance(value, StoredLeaf) or _is_extra_state(key) or _is_unread_tensor(value))
+        for key, value in tree.items()
     )
 
 
 def _is_extra_state(name: str) -> bool:
     return name.endswith("_extra_state")
+
+
+def _is_unread_tensor(value: object) -> bool:
+    return isinstance(value, UnreadObject) and value.what.startswith("a tensor of class ")
 
 
 def module_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:

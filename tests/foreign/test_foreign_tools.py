@@ -135,3 +135,27 @@ def test_export(source: Path, tmp_path: Path) -> None:
     found = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
     for name, tensor in _run(0)[0].state_dict().items():
         assert torch.equal(found[name], tensor)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_weights_of_a_class_that_is_not_read(tmp_path: Path, is_whole: bool) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    state = nn.Linear(4, 3).state_dict()
+    state["weight"] = TwoTensor(state["weight"], state["weight"].clone())
+    source = tmp_path / "quantized.pt"
+    torch.save(state if is_whole else {"model": state, "epoch": 3}, source)
+    assert bcp.open(source).sections[0] == "model"
+    [name] = _document("inspect", source)["not_read"]
+    assert name == "model.weight"
+    assert "not read: model.weight (a tensor of class torch" in _bcp("inspect", source).output
+    for form in ("safetensors", "torch", "dcp"):
+        target = tmp_path / form
+        refused = _bcp("export", "--format", form, source, target)
+        assert refused.exit_code == 6
+        assert "model.weight (a tensor of class torch" in refused.output
+        assert not target.exists() or not any(target.iterdir())
+        pattern = "weight" if form == "safetensors" else "model.weight"
+        assert _bcp("export", "--format", form, "--exclude", pattern, source, tmp_path / f"{form}-2").exit_code == 0
+    assert torch.load(tmp_path / "torch-2")["model"].keys() == {"bias"}
+    assert _bcp("import", source, tmp_path / "imported").exit_code == 6
