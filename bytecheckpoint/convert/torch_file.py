@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -14,7 +15,7 @@ from ..checkpoint.selection import Exclusion
 from ..checkpoint.values import refuse_unread
 from ..errors import KeyExistsError, KeyNotFoundError, NameNotFoundError, StateError, UsageError
 from ..foreign.source_path import open_parent
-from ..frameworks.tree_paths import find_all
+from ..frameworks.tree_paths import find_all, replace_all
 from ..runtime.modes import default_modes
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
@@ -59,6 +60,8 @@ def export_torch_file(
     optimizer's is the flattened dict, by names of parameters, that ``set_optimizer_state_dict`` of
     ``torch.distributed.checkpoint.state_dict`` takes with ``flatten_optimizer_state_dict=True``. The numbers that
     ``Optimizer.load_state_dict`` needs depend on the order of the parameters, which a checkpoint does not record.
+    Arrays and numbers of numpy, as in its random state, become lists and numbers: ``torch.load`` with
+    ``weights_only=True``, its default, refuses numpy's.
 
     Args:
         checkpoint: The checkpoint to export, from ``bcp.open``.
@@ -92,7 +95,8 @@ def export_torch_file(
     else:
         raise KeyExistsError(f"{location} exists already and was not changed; give another target")
     sections = {name: _flattened(tree) for name, tree in exportable_state(checkpoint, section, exclude).items()}
-    state = sections if section is None else sections[section]
+    state: Any = sections if section is None else sections[section]
+    state = replace_all(state, (np.ndarray, np.generic), lambda found: found.tolist())
     layout = TorchLayout.of(state, lambda row: whole_tensor(checkpoint, row, dtype))
     with folder.create(name, layout.size) as writer:
         with Rewriter(checkpoint.index) as rewriter:

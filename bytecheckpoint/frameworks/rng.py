@@ -109,7 +109,7 @@ class RNGState:
             return
         random.setstate(_python_state(state_dict["python"]))
         _restore_numpy(state_dict["numpy"])
-        torch.set_rng_state(torch.from_numpy(state_dict["torch"]))
+        torch.set_rng_state(torch.as_tensor(state_dict["torch"], dtype=torch.uint8))
         devices = _restore_accelerators(state_dict.get("accelerator") or {}, exact=self.on_resize == "error")
         detail = f"rank {saved[0]} of {saved[1]}"
         self.resumed = dict.fromkeys((*_CPU_GENERATORS, *devices), ("continued", detail))
@@ -191,7 +191,7 @@ def _restore_accelerators(stored: Mapping[str, Any], *, exact: bool) -> list[str
         return []
     module = torch.get_device_module(kind)
     for index, state in enumerate(states[:count]):
-        module.set_rng_state(torch.from_numpy(state), index)
+        module.set_rng_state(torch.as_tensor(state, dtype=torch.uint8), index)
     return _device_names(kind, min(count, len(states)))
 
 
@@ -200,7 +200,7 @@ def _reseed(state: Mapping[str, Any], rank: int, world_size: int) -> None:
     python = random.Random()
     python.setstate(_python_state(state["python"]))
     generator = torch.Generator()
-    generator.set_state(torch.from_numpy(state["torch"]))
+    generator.set_state(torch.as_tensor(state["torch"], dtype=torch.uint8))
     drawn = torch.randint(2**62, (2,), generator=generator).tolist()
     seeds = np.random.SeedSequence([python.getrandbits(64), *drawn, rank, world_size]).generate_state(4, np.uint64)
     random.seed(int(seeds[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -214,3 +216,18 @@ def test_the_command(saved: Path, tmp_path: Path, form: str) -> None:
     assert json.loads(done.stdout)["tensors"] >= 10
     assert (tmp_path / "out").exists()
     assert bcp_export().exit_code != 0, "it exists"
+
+
+def test_random_states_are_plain_values(tmp_path: Path) -> None:
+    state = {"rng": bcp.RNGState(), "extra_state": {"loss": np.float32(0.5), "seen": np.arange(3)}}
+    bcp.save(tmp_path / "saved", state)
+    expected = np.random.random(4), torch.rand(4), random.random()
+    export_torch_file(bcp.open(tmp_path / "saved"), tmp_path / "run.pt")
+    found = torch.load(tmp_path / "run.pt")  # weights_only
+    assert found["extra_state"] == {"loss": 0.5, "seen": [0, 1, 2]}
+    np.random.set_state(found["rng"]["numpy"])
+    assert (np.random.random(4) == expected[0]).all()
+    bcp.load(tmp_path / "run.pt", {"rng": bcp.RNGState()})
+    assert (np.random.random(4) == expected[0]).all()
+    assert torch.equal(torch.rand(4), expected[1])
+    assert random.random() == expected[2]
