@@ -21,7 +21,7 @@ from ..convert.lora import Lora, LoraForm, LoraPlan
 from ..convert.related import kept_files, related_files
 from ..convert.selection import ExportSelection, Tied
 from ..convert.torch_file import export_torch_file
-from ..errors import FormatError
+from ..errors import FormatError, StateError
 from ..foreign.safetensors_folder import SafetensorsFolder
 from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY
 from ..loading.options import LoadOptions
@@ -265,6 +265,11 @@ class _Gate:
         if expect is not None and document is None:
             return cls(_read_expected(expect), name=expect)
         if document is None or (expect is None and not is_supported(document)):
+            if document is not None and not partial and not document.get("architectures"):
+                raise StateError(
+                    f"{CONFIG_KEY} names no architecture, so the model's names in it are unknown; add the architecture, "
+                    f"give the names with --expect, or export what is stored with --partial"
+                )
             return cls()
         where = expect or CONFIG_KEY
         model = ConfiguredModel.of(document, where)

@@ -112,3 +112,11 @@ def test_parts_of_stacked_tensors(tmp_path: Path) -> None:
         export_safetensors(
             checkpoint, str(tmp_path / "x"), parts={"a": ExportedBox("experts.w", Box((0, 0, 0), (1, 1, 2)), (1, 2))}
         )
+
+
+def test_a_configuration_that_names_no_architecture(source: Path, tmp_path: Path, bcp_command) -> None:
+    (source / "config.json").write_text(json.dumps({"model_type": "mixtral", "architectures": []}))
+    ran = bcp_command("export", source, tmp_path / "out")
+    assert (ran.code, "config.json names no architecture" in ran.stderr) == (6, True)
+    assert not (tmp_path / "out").exists()
+    assert bcp_command("export", source, tmp_path / "out", "--partial").code == 0
