@@ -49,7 +49,7 @@ def unread_values(values: Iterable[StoredValue]) -> dict[str, str]:
 
 
 def refuse_unread(values: Iterable[StoredValue], url: str) -> None:
-    """Raise ``StateError`` for values that this library does not read, so that nobody writes a part without a word."""
+    """Raise ``StateError`` for values that this library does not read, before anything is written without them."""
     unread = unread_values(values)
     if unread:
         values_and_kinds = listed([f"{name} ({what})" for name, what in unread.items()])

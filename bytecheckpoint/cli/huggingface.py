@@ -267,7 +267,7 @@ class _Gate:
         if document is None or (expect is None and not is_supported(document)):
             if document is not None and not partial and not document.get("architectures"):
                 raise StateError(
-                    f"{CONFIG_KEY} names no architecture, so the model's names in it are unknown; add the architecture, "
+                    f"{CONFIG_KEY} names no architecture, so the model's names are unknown; add the architecture, "
                     f"give the names with --expect, or export what is stored with --partial"
                 )
             return cls()

@@ -47,7 +47,7 @@ def sections_of(tree: Any) -> dict[str, Any]:
         return {MODEL_SECTION: module_names(tree)}
     if tree.keys() >= {"state", "param_groups"}:
         return {OPTIMIZER_SECTION: _with_numbers(tree)}
-    model = {name: value for name, value in tree.items() if isinstance(value, StoredLeaf) or _is_extra_state(name)}
+    model = {name: value for name, value in tree.items() if _is_of_module(name, value)}
     if any("." in name for name in model) and not any(_SECTION_OF.get(name.lower()) == MODEL_SECTION for name in tree):
         rest = {name: value for name, value in tree.items() if name not in model}
         tree = {MODEL_SECTION: model, **rest}  # torchtitan does not nest the model
@@ -89,19 +89,12 @@ def is_state_dict(tree: object) -> TypeGuard[dict[str, Any]]:
     """
     if not isinstance(tree, dict) or not any(isinstance(value, StoredLeaf) for value in tree.values()):
         return False
-    return all(
-        isinstance(key, str)
-        and (isinstance(value, StoredLeaf) or _is_extra_state(key) or _is_unread_tensor(value))
-        for key, value in tree.items()
-    )
+    return all(isinstance(key, str) and _is_of_module(key, value) for key, value in tree.items())
 
 
-def _is_extra_state(name: str) -> bool:
-    return name.endswith("_extra_state")
-
-
-def _is_unread_tensor(value: object) -> bool:
-    return isinstance(value, UnreadObject) and value.what.startswith("a tensor of class ")
+def _is_of_module(name: str, value: object) -> bool:
+    is_unread_tensor = isinstance(value, UnreadObject) and value.what.startswith("a tensor of class ")
+    return isinstance(value, StoredLeaf) or is_unread_tensor or name.endswith("_extra_state")
 
 
 def module_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
