@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -277,6 +278,14 @@ _ADVICE = {
 }
 
 
+_EXPERTS = ".experts."
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_JOINED_EXPERTS = (
+    "  each expert is stored by itself, and transformers joins them in memory: "
+    "options={'rules': bytecheckpoint.integrations.hub.hub_rules(model)} joins them"
+)
+
+
 def mismatch_error(
     url: str, faults: Sequence[Fault], stored_names: Iterable[str], known_names: Iterable[str] = ()
 ) -> MismatchError:
@@ -285,7 +294,12 @@ def mismatch_error(
     Patterns are compared with ``known_names``, all others with ``stored_names``.
     """
     head = f"{url} does not fit the state ({len(faults)} fault(s)); nothing was changed:"
-    return MismatchError("\n".join([head, *fault_lines(faults, stored_names, _ADVICE, known_names)]), list(faults))
+    lines = fault_lines(faults, stored_names, _ADVICE, known_names)
+    if any(kind == "missing" and _EXPERTS in name for kind, name, _ in faults) and any(
+        kind == "unexpected" and _ONE_EXPERT.search(name) for kind, name, _ in faults
+    ):
+        lines.append(_JOINED_EXPERTS)
+    return MismatchError("\n".join([head, *lines]), list(faults))
 
 
 def fault_lines(
