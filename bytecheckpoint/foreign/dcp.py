@@ -165,7 +165,8 @@ class DcpFolder:
             for chunk in fields["chunks"]:
                 part = self._fields(chunk, "ChunkStorageMetadata", "offsets", "sizes")
                 offsets, sizes = self._numbers(name, part["offsets"]), self._numbers(name, part["sizes"])
-                self.chunks[name].append((Box(offsets, sizes), self._item(name, offsets)))
+                if 0 not in sizes or 0 in meta.shape:  # FSDP-2: a rank that holds nothing of a short tensor
+                    self.chunks[name].append((Box(offsets, sizes), self._item(name, offsets)))
 
     def _item(self, name: str, offsets: tuple[int, ...] | None) -> Item:
         item = self._items.get((name, offsets)) or (self._items.get((name, None)) if offsets is not None else None)

@@ -147,6 +147,18 @@ def test_one_process_loads_a_folder(folder: tuple[str, str], form: str) -> None:
     assert run.train(3) == pytest.approx(losses, abs=1e-3)
 
 
+def _save_short(rank: int, world_size: int, folder: str) -> None:
+    model = nn.Linear(3, 1)
+    nn.init.ones_(model.bias)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+
+
+def test_a_tensor_of_which_a_rank_held_nothing(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_save_short, str(tmp_path))
+    assert bcp.open(tmp_path)["model.bias"][...].tolist() == [1.0]
+
+
 def test_a_state_dict_alone_is_the_model(tmp_path: Path) -> None:
     run, other = _Run(0), _Run(1)
     dcp.save(run.model.state_dict(), checkpoint_id=tmp_path, no_dist=True)
