@@ -18,6 +18,7 @@ REQUIREMENTS = Path(__file__).parents[2] / "requirements"
         pytest.param("megatron.txt", "einops", marks=pytest.mark.megatron),
         pytest.param("huggingface.txt", "transformers", marks=pytest.mark.huggingface),
         pytest.param("huggingface.txt", "peft", marks=pytest.mark.huggingface),
+        pytest.param("huggingface.txt", "lightning", marks=pytest.mark.huggingface),
         pytest.param("huggingface.txt", "torchtitan", marks=pytest.mark.huggingface),
         pytest.param("bytecheckpoint.txt", "mmh3", marks=pytest.mark.bytecheckpoint),
     ],

@@ -47,6 +47,7 @@ NEEDS = {
     "bytecheckpoint.inference.vllm.model": "vllm",
     "bytecheckpoint.inference.vllm.loader": "vllm",
     "bytecheckpoint.integrations.accelerate": "accelerate",
+    "bytecheckpoint.integrations.lightning": "lightning",
     "bytecheckpoint.integrations.torchtitan": "torchtitan",
     "bytecheckpoint.integrations.transformers": "accelerate",
 }

@@ -27,7 +27,8 @@ for name in modules:
         file = importlib.import_module(name).__file__
     except ModuleNotFoundError as error:
         is_host = error.name == "vllm" and ".vllm." in name
-        is_trainer = error.name in ("accelerate", "torchdata", "transformers", "tyro") and ".integrations." in name
+        trainers = ("accelerate", "lightning", "torchdata", "transformers", "tyro")
+        is_trainer = error.name in trainers and ".integrations." in name
         assert is_host or is_trainer, (name, error)
         continue
     assert file.startswith({folder!r}), (name, file)

@@ -21,6 +21,8 @@ with (
             importlib.import_module(f"megatron.core.{_name}")
     if find_spec("deepspeed"):
         importlib.import_module("deepspeed")
+    if find_spec("lightning"):
+        importlib.import_module("lightning.pytorch")
     if find_spec("peft"):
         for _name in ("transformers.trainer", "transformers.models.llama.modeling_llama"):
             importlib.import_module(_name)
