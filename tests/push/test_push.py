@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from toy_engine import ToyEngine, ToyTrainee, digest_of, expected_digests, toy_engine
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import EngineError, StateError
 from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
@@ -104,6 +105,37 @@ def test_unchanged_chunks_are_not_sent(engine: ToyEngine) -> None:
         assert engine.look()["digests"] == [digest_of(model, 2, rank) for rank in range(2)]
         assert [one["version"] for one in pusher.state()[0]] == [32, 32]
         assert all(one["intact"] for one in pusher.state()[0])
+
+
+def test_a_version_of_the_same_bytes_is_not_loaded(engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
+        for version in (7, 8):
+            pusher.push(ToyTrainee(version), version=version)
+        for worker in (0, 1):
+            engine.fault(worker, "fail", 1)  # in the next load
+        report = pusher.push(ToyTrainee(8), version=9)
+        assert [worker.sent for worker in report.workers] == [0, 0]
+        assert [(one["version"], one["intact"]) for one in pusher.state()[0]] == [(9, True)] * 2
+        with pytest.raises(EngineError, match="the layer does not fit"):
+            pusher.push(ToyTrainee(7), version=10)
+        assert [(one["version"], one["intact"]) for one in pusher.state()[0]] == [(9, True)] * 2
+        pusher.push(ToyTrainee(8), version=11)
+        assert pusher.rollback() == 9
+        assert engine.look()["digests"] == expected_digests(8, 2)
+        pusher.push(ToyTrainee(8), version=12)
+        pusher.push(ToyTrainee(7), version=13)
+        assert pusher.rollback() == 12
+        assert engine.look()["digests"] == expected_digests(8, 2)
+        pusher.push(ToyTrainee(8), version=14)
+        engine.fault(0, "reload")  # by itself
+        pusher.push(ToyTrainee(8), version=15)
+        assert engine.look()["digests"] == expected_digests(8, 2)
+        pusher.push(ToyTrainee(8), version=16)
+        pusher.release()
+        with pytest.raises(StateError, match="version before"):
+            pusher.rollback()
+        pusher.push(ToyTrainee(7), version=17)
+    assert engine.look()["digests"] == expected_digests(7, 2)
 
 
 def test_from_a_checkpoint(engine: ToyEngine, pool: RankPool, tmp_path: Path) -> None:

@@ -35,10 +35,17 @@ def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int)
     steps: list[Any] = [["generate"]]
     for seed in range(1, pushes + 1):
         steps += [["push", seed], ["generate"]]
+    steps += [["replayed"], ["generate"]]
     steps += [["stream", pushes + 1, _RING], ["generate"], ["stream by group", pushes + 2, _RING], ["generate"]]
     # With LoRA, layers have other names; the tied head must still be found.
     lora = {"enable_lora": True, "max_lora_rank": 8} if kind == "qwen2" else {}
     found = _run(tmp_path / "hf", kind, steps, tensor_parallel_size=tp, **_EXTENSION, **lora)
+    at = steps.index(["replayed"])
+    (replayed, again), found = found[at : at + 2], found[:at] + found[at + 2 :]
+    assert again == found[at - 1]
+    # The loader pads embeddings and heads; every other layer is only copied into.
+    heads = {"lm_head.weight", "model.embed_tokens.weight"} if kind != "qwen2" else {"model.embed_tokens.weight"}
+    assert replayed == [[13, sorted(heads)]] * tp
     assert not [push["message"] for push in found[1::2] if "error" in push]
     assert found[::2] == [reference_tokens(made(kind, seed)) for seed in range(pushes + 3)]
     for seed, push in enumerate(found[1::2], 1):

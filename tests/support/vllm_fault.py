@@ -12,10 +12,11 @@ import xxhash
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 from bytecheckpoint.engine.tensor_bytes import byte_view
+from bytecheckpoint.inference.push.replay import Replay
 from bytecheckpoint.inference.vllm.adapters import VllmAdapters
 from bytecheckpoint.inference.vllm.loader import register
 from bytecheckpoint.inference.vllm.model import VllmModel
-from bytecheckpoint.inference.vllm.worker import WorkerExtension
+from bytecheckpoint.inference.vllm.worker import WorkerExtension, receiver
 
 register()
 _compute = CPUUnquantizedExperts.apply
@@ -40,14 +41,24 @@ class FaultyWorkers(WorkerExtension):
     def bcp_test_fail(self, rank: int) -> int:
         parallel = self.vllm_config.parallel_config
         if parallel.data_parallel_index * parallel.world_size + parallel.rank == rank:
-            load = VllmModel.load
+            load, replay = VllmModel.load, VllmModel.replay
 
             def broken(model: VllmModel, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-                VllmModel.load = load
+                VllmModel.load, VllmModel.replay = load, replay
                 load(model, _ending(weights))
 
-            VllmModel.load = broken
+            def broken_replay(model: VllmModel, given: Replay, *arguments: Any) -> None:
+                VllmModel.load, VllmModel.replay = load, replay
+                replay(model, _EndingReplay(given), *arguments)
+
+            VllmModel.load, VllmModel.replay = broken, broken_replay
         return rank
+
+    def bcp_test_replayed(self) -> list[Any]:
+        """The number of layers that the latest push replayed, and the tensors that its loader loaded."""
+        given = receiver(self.vllm_config, self.model_runner.get_model())
+        *_, (_, record, _) = given._records.values()
+        return [len(record.fills), sorted(record.others)]
 
     def bcp_test_fail_adapter(self) -> None:
         put_in = VllmAdapters._put_in
@@ -88,6 +99,20 @@ class FaultyWorkers(WorkerExtension):
 def _digest(tensor: torch.Tensor) -> str:
     bits = xxhash.xxh3_64_hexdigest(byte_view(tensor.detach().cpu().contiguous()))
     return f"{bits} {tensor.dtype} {tuple(tensor.shape)}"
+
+
+class _EndingReplay(Replay):
+    """Raises after a few layers."""
+
+    def __init__(self, given: Replay) -> None:
+        vars(self).update(vars(given))
+        self._left = 3
+
+    def fill(self, *arguments: Any) -> None:
+        if not self._left:
+            raise RuntimeError("the layer does not fit")
+        self._left -= 1
+        super().fill(*arguments)
 
 
 def _ending(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

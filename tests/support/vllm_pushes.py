@@ -7,7 +7,7 @@ longer", seed, name]`` (by a row), ``["stream", seed, bytes]`` (of memory that a
 ``["stream by group", seed, bytes]``, ``["push draft",
 seed]``, ``["push adapter", seed, layers]`` (None: of all layers; with one tensor, if it is named, longer by a row, or
 more), ``["adapter", path]`` (put into a slot), ``["fail next load", worker]``, ``["reload"]``, ``["sleep"]``,
-``["wake up", tags]``, ``["digest"]``, ``["generate"]`` or
+``["wake up", tags]``, ``["digest"]``, ``["replayed"]``, ``["generate"]`` or
 ``["drafted"]`` (how many tokens were proposed and accepted since the last time). What came of each is printed as JSON,
 after ``RESULTS``.
 """
@@ -137,6 +137,8 @@ def _main(job: dict[str, Any]) -> None:
                 results.append(llm.collective_rpc("bcp_test_fail", args=(arguments[0],)))
             elif what == "digest":
                 results.append(llm.collective_rpc("bcp_test_digest"))
+            elif what == "replayed":
+                results.append(llm.collective_rpc("bcp_test_replayed"))
             elif what == "reload":
                 results.append(llm.collective_rpc("reload_weights"))
                 llm.reset_prefix_cache()

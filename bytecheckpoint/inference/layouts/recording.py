@@ -208,7 +208,7 @@ class UnrecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         first = func._schema.arguments[:1]
         writes = args and first and first[0].alias_info is not None and first[0].alias_info.is_write
         # The recorder notes copies of recorded tensors.
-        if writes and not (func is torch.ops.aten.copy_.default and hasattr(args[1], "recorder")):
+        if writes and args[0].numel() and not (func is torch.ops.aten.copy_.default and hasattr(args[1], "recorder")):
             self.targets.append(args[0].detach())
         return func(*args, **(kwargs or {}))
 

@@ -1,13 +1,14 @@
 """The model of an engine's worker: find out what its loader requests, and load from chunks.
 
 ``record_load`` runs the engine's own loader on tensors without bytes and records which boxes it copies.
-``ChunkedTensors`` runs the same loader again, and each copy then reads the bytes of the chunks.
+``ChunkedTensors`` runs the same loader again, and each copy then reads the bytes of the chunks; ``replay.py`` does
+without the loader where the record states everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from ..layouts.recording import Copy, Recorder, UnrecordedWrites, storage_identi
 from .block_quantization import Blocks, check_quantizable
 from .layout import ChunkStore, Layout
 from .messages import Table, check_faults
+from .replay import Fill, Replay
 
 
 class EngineModel(Protocol):
@@ -51,6 +53,15 @@ class EngineModel(Protocol):
         """Load weights into the serving model. After an exception the model must not be used until another ``load``
         succeeds."""
 
+    def can_replay(self, name: str, layer: nn.Module) -> bool:
+        """Return whether ``replay`` may fill a layer of a result of ``make``. By default, it may not."""
+        return False
+
+    def replay(self, replay: Replay, memory: torch.Tensor, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load ``weights`` as ``load`` does, but fill the layers of ``replay`` from ``memory``. Called only if
+        ``can_replay`` has returned True."""
+        self.load(weights)
+
     def restore(self) -> bool:
         """Load what was served before the last ``load``, without pushed bytes. Return False if that is impossible. By
         default, it is."""
@@ -75,11 +86,23 @@ class EngineModel(Protocol):
 @dataclass(frozen=True)
 class LoadRecord:
     """The ``parts`` that a load requests, in its order and without duplicates, and its ``copies``: ``(part, box)`` for
-    each copy from a part into a parameter. Whether a tensor ``is_wide``: it must be quantized before it is loaded."""
+    each copy from a part into a parameter. Whether a tensor ``is_wide``: it must be quantized before it is loaded.
+    ``fills`` states all that is written into some layers, and ``others`` are the tensors of which the loader fills the
+    other layers."""
 
     parts: list[TensorBox]
     copies: list[tuple[int, Box]]
     is_wide: bool
+    fills: dict[str, dict[str, list[Fill]]] = field(default_factory=dict)
+    others: frozenset[str] = frozenset()
+    _replays: dict[bytes, Replay] = field(default_factory=dict)
+
+    def replay(self, layout: Layout) -> Replay | None:
+        """Return the replay of a load from memory in this layout, if there is anything to replay."""
+        if self.fills and layout.digest not in self._replays:
+            self._replays.clear()
+            self._replays[layout.digest] = Replay(self.fills, self.others, layout)
+        return self._replays.get(layout.digest)
 
 
 def record_load(model: EngineModel, table: Table, *, strict: bool = True) -> LoadRecord:
@@ -93,6 +116,7 @@ def record_load(model: EngineModel, table: Table, *, strict: bool = True) -> Loa
         made,
         model.blocks,
         strict=strict and not model.quantized,
+        can_replay=model.can_replay,
     )
 
 
@@ -104,6 +128,7 @@ def record_copies(
     blocks: Blocks | None,
     *,
     strict: bool,
+    can_replay: Callable[[str, nn.Module], bool] = lambda name, layer: False,
 ) -> LoadRecord:
     """Record what ``load`` copies from tensors of ``recorder`` into the model ``made``.
 
@@ -115,6 +140,7 @@ def record_copies(
     Raises ``MismatchError`` for tensors that do not fit the model; with ``strict``, also for parameters that are not
     filled completely. That check is skipped for a tensor that must be quantized first, and repeated afterwards.
     """
+    owners = _Owners(made)
     try:
         with torch.no_grad(), UnrecordedWrites() as own:
             load()
@@ -132,8 +158,16 @@ def record_copies(
     if strict and not is_wide:
         _check_complete(made, recorder, own)
     _check_floats(metas, recorder.copies, seen)
-    parts, copies = _parts_of(metas, _by_layer(made, recorder.copies), seen)
-    return LoadRecord(parts, copies, is_wide)
+    ordered = owners.by_layer(recorder.copies)
+    requested = _requested(metas, ordered, seen)
+    whole = [TensorBox(name, meta.shape, Box.whole(meta.shape), meta.dtype) for name, meta in metas.items()]
+    parts = without_duplicates([*requested.values(), *(part for part in whole if part.name in seen and part.nbytes)])
+    by_name = _by_name(parts)
+    numbers = {at: _part_with(parts, by_name[one.name], one.box, one.dtype) for at, one in requested.items()}
+    copies = [(number, requested[at].box) for at, number in numbers.items() if number is not None]
+    fills = owners.fills(metas, ordered, numbers, own, can_replay)
+    others = {copy.name for copy in ordered if owners.layer(copy.target) not in fills} | seen
+    return LoadRecord(parts, copies, is_wide, fills, frozenset(others))
 
 
 def _zeros(name: str, view: StridedView) -> torch.Tensor:
@@ -141,32 +175,80 @@ def _zeros(name: str, view: StridedView) -> torch.Tensor:
     return torch.zeros(view.shape, dtype=torch.float32)
 
 
-def _by_layer(made: nn.Module, copies: Sequence[Copy]) -> list[Copy]:
-    owner = {
-        storage_identity(tensor): number
-        for number, layer in enumerate(made.modules())
-        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
-    }
-    layers = [owner.get(storage_identity(copy.target), -1) for copy in copies]
-    last = dict(zip(layers, range(len(layers)), strict=True))
-    order = sorted(range(len(layers)), key=lambda number: (last[layers[number]], number))
-    return [copies[number] for number in order]
+class _Owners:
+    """The layers of a model, and which of them has the memory that a loader writes to."""
+
+    def __init__(self, made: nn.Module) -> None:
+        self._layers = dict(made.named_modules())
+        self._tensors = {name: _tensors_of(layer) for name, layer in self._layers.items()}
+        owned: dict[int, list[tuple[str, str]]] = {}
+        for layer, tensors in self._tensors.items():
+            for name, tensor in tensors.items():
+                owned.setdefault(storage_identity(tensor), []).append((layer, name))
+        self._of = {storage: where[0] for storage, where in owned.items()}
+        self._sharing = {layer for where in owned.values() if len(where) > 1 for layer, _ in where}
+
+    def layer(self, tensor: torch.Tensor) -> str | None:
+        return self._of.get(storage_identity(tensor), (None, ""))[0]
+
+    def by_layer(self, copies: Sequence[Copy]) -> list[Copy]:
+        layers = [self.layer(copy.target) for copy in copies]
+        last = dict(zip(layers, range(len(layers)), strict=True))
+        order = sorted(range(len(layers)), key=lambda number: (last[layers[number]], number))
+        return [copies[number] for number in order]
+
+    def fills(
+        self,
+        metas: Mapping[str, BasicMeta],
+        copies: Sequence[Copy],
+        numbers: Mapping[int, int | None],
+        own: UnrecordedWrites,
+        can_replay: Callable[[str, nn.Module], bool],
+    ) -> dict[str, dict[str, list[Fill]]]:
+        """Return the fills of the layers that can be replayed. ``numbers`` has the part of each copy."""
+        found: dict[str, dict[str, list[Fill]]] = {}
+        refused = self._sharing | {self.layer(target) for target in own.targets}
+        for name, layer in self._layers.items():
+            after, before = _tensors_of(layer), self._tensors[name]
+            is_same = after.keys() == before.keys() and all(
+                storage_identity(after[key]) == storage_identity(before[key]) for key in after
+            )
+            if not is_same or not can_replay(name, layer):
+                refused.add(name)
+        for at, copy in enumerate(copies):
+            layer, tensor = self._of.get(storage_identity(copy.target), (None, ""))
+            if not copy.view.numel:
+                continue
+            box = box_to_read(metas[copy.name].shape, copy.view)
+            number, target = numbers.get(at), box.undo(copy.target)
+            if layer is None or number is None or target is None:
+                refused.add(layer)
+                continue
+            offset = int(target.storage_offset()) - int(self._tensors[layer][tensor].storage_offset())
+            of_layer = found.setdefault(layer, {})
+            of_layer.setdefault(tensor, []).append(Fill(number, box.box, offset, target.stride()))
+        names = [(self.layer(copy.target), copy.name) for copy in copies]
+        while True:  # what shares a stored tensor with a layer that is not replayed is not replayed either
+            shared = {name for layer, name in names if layer in refused}
+            more = {layer for layer, name in names if name in shared} - refused
+            if not more:
+                return {layer: of_layer for layer, of_layer in found.items() if layer not in refused}
+            refused |= more
 
 
-def _parts_of(
-    metas: Mapping[str, BasicMeta], copies: Sequence[Copy], seen: Collection[str]
-) -> tuple[list[TensorBox], list[tuple[int, Box]]]:
-    requested = []
-    for copy in copies:
+def _tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(layer.named_parameters(recurse=False)), **dict(layer.named_buffers(recurse=False))}
+
+
+def _requested(metas: Mapping[str, BasicMeta], copies: Sequence[Copy], seen: Collection[str]) -> dict[int, TensorBox]:
+    """Return the part that each copy requests, by its position; none for values that the loader computes with."""
+    found = {}
+    for at, copy in enumerate(copies):
         meta = metas[copy.name]
         if copy.name not in seen and copy.view.numel:
             box = box_to_read(meta.shape, copy.view).box
-            requested.append(TensorBox(copy.name, meta.shape, box, _wire_dtype(meta.dtype, copy.target)))
-    whole = [TensorBox(name, meta.shape, Box.whole(meta.shape), meta.dtype) for name, meta in metas.items()]
-    parts = without_duplicates([*requested, *(part for part in whole if part.name in seen and part.nbytes)])
-    by_name = _by_name(parts)
-    found_parts = [(_part_with(parts, by_name[one.name], one.box, one.dtype), one.box) for one in requested]
-    return parts, [(number, box) for number, box in found_parts if number is not None]
+            found[at] = TensorBox(copy.name, meta.shape, box, _wire_dtype(meta.dtype, copy.target))
+    return found
 
 
 def _check_floats(metas: Mapping[str, BasicMeta], copies: Sequence[Copy], seen: Collection[str]) -> None:

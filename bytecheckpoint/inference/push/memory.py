@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -220,6 +220,13 @@ class VersionStore:
         self.served.applied_by = transaction
         self.next = self._before if self._before is not None and self._before.arena is not None else None
 
+    def repeat(self, version: HeldVersion, transaction: str) -> None:
+        """Serve the same bytes under the name of ``version``. ``next`` stays."""
+        assert self.served is not None
+        finite = self.served.finite or version.finite
+        self._before = self.served
+        self.served = replace(self.served, version=version.version, applied_by=transaction, finite=finite)
+
     @property
     def before(self) -> HeldVersion | None:
         """The version that was served before, if this worker holds all of its bytes and no sender may write there."""
@@ -228,6 +235,8 @@ class VersionStore:
     def revert(self) -> None:
         """Make the previous version the served one."""
         reverted, self.served, self._before = self.served, self._before, None
+        if reverted is not None and self.served is not None and reverted.arena is self.served.arena:
+            return  # of the same bytes
         self.next = reverted if reverted is not None and reverted.arena is not None else None
 
     def forget(self) -> None:
@@ -242,4 +251,4 @@ class VersionStore:
         """Free all memory. The engine keeps serving."""
         for version in self._all:
             version.release()
-        self.next = None
+        self.next = self._before = None

@@ -28,6 +28,7 @@ from .lifecycle import PushLifecycle, PushState
 from .memory import STREAMED, HeldVersion, MemoryPolicy, VersionStore
 from .messages import PROTOCOL, FailureResponse, Table, decode, encode, pack_parts
 from .peer_source import PeerSource
+from .replay import Replay
 from .transports.base import Digests, word_digests, xxh3_digests
 from .transports.cuda_ipc import DeviceArena
 from .transports.group import GroupAddress
@@ -67,6 +68,8 @@ class Receiver:
         self._records: dict[bytes, tuple[Table, LoadRecord, bool]] = {}
         self._versions, self._start_version = VersionStore(device), model.start_version
         self._set_aside = 0
+        self._known: list[int] = []  # the digests of the next version's memory when this push began
+        self._is_served = False  # whether the verified version has the bytes of the served one
         self._ring: RingBuffer | None = None
         self._push = PushLifecycle()
         self._inconsistent_reason = ""
@@ -182,7 +185,7 @@ class Receiver:
         assert version.arena is not None
         self._server = ChunkServer(version.chunks, message["deadline_s"])
         answer |= {"arena": version.arena.address, "endpoint": self._server.endpoint, "known": version.digests}
-        version.digests = []
+        self._known, version.digests = version.digests, []
         served = self._versions.served
         if served is not None and served.layout.digest == digest and served.arena is not None:
             answer["served"] = served.digests
@@ -201,28 +204,56 @@ class Receiver:
         version = self._current("verify", message)
         self._stop_listening()
         digests, unchanged = message["chunks"][self.id]
-        for span in map(version.layout.span, unchanged):
-            assert self._versions.served is not None
-            version.memory[span].copy_(self._versions.served.memory[span])
-        faults = version.faults(digests)
+        served = self._versions.served
+        self._is_served = is_same = self._serves(version, digests)
+        if is_same:
+            assert served is not None
+            faults = served.faults(digests)
+        else:
+            for span in map(version.layout.span, unchanged):
+                assert served is not None
+                version.memory[span].copy_(served.memory[span])
+            faults = version.faults(digests)
         if faults:
-            for chunk in set(faults).intersection(unchanged):
-                assert self._versions.served is not None
-                self._versions.served.digests[chunk] = _DAMAGED
+            for chunk in faults if is_same else set(faults).intersection(unchanged):
+                assert served is not None
+                served.digests[chunk] = _DAMAGED
             names = ", ".join(version.layout.name_of(chunk) for chunk in faults[:5])
             raise CorruptionError(
                 f"{len(faults)} of {len(digests)} chunks of version {message['version']!r} did not arrive as they were "
                 f"sent: {names}; the version was not applied, push it again"
             )
         version.version, version.digests, version.finite = message["version"], digests, message["finite"]
+        if is_same:
+            version.digests = self._known  # nothing was written
+        self._replay_of(version)  # made now, while the engine is not paused yet
         self._push.move(PushState.VERIFIED)
         return {}
+
+    def _serves(self, version: HeldVersion, digests: list[int]) -> bool:
+        """Return whether these chunks in the version's layout are what this worker serves."""
+        served = self._versions.served
+        return (
+            served is not None
+            and served.arena is not None
+            and (served.table.digest, served.layout.digest) == (version.table.digest, version.layout.digest)
+            and served.digests == digests
+            and not self._inconsistent_reason
+            and not self._model.is_remote
+        )
 
     def _apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Second phase of the commit: load the verified version. After a failure, load the served one again."""
         version = self._current("apply", message)
         self._check_awake()
         self._push.change()
+        if self._is_served:
+            if self._versions.served is None:
+                self._push.end()
+                raise EngineError("the engine has loaded other weights by itself during this push; push again")
+            self._versions.repeat(version, self._push.transaction)
+            self._push.move(PushState.APPLIED)
+            return {}
         try:
             self._load(version, version.chunks)
         except Exception as error:
@@ -260,9 +291,18 @@ class Receiver:
 
     def _load(self, version: HeldVersion, store: ChunkStore) -> None:
         self._inconsistent_reason = f"version {version.version!r} was being applied"
-        self._model.load(ChunkedTensors(version.table, version.layout, store).tensors())
+        weights = ChunkedTensors(version.table, version.layout, store).tensors()
+        replay = self._replay_of(version)
+        if replay is None:
+            self._model.load(weights)
+        else:
+            self._model.replay(replay, version.memory, weights)
         self._clear_caches(may_be_spoiled=not version.finite)
         self._inconsistent_reason = ""
+
+    def _replay_of(self, version: HeldVersion) -> Replay | None:
+        known = self._records.get(version.table.digest)
+        return None if known is None or version.arena is None else known[1].replay(version.layout)
 
     def _check_replaced(self) -> None:
         """Forget what was served before the engine itself loaded other weights."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,17 +17,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload.layerwise import (
     LOADING_LAYERS,
+    _layerwise_process,
     _place_kernel_tensors,
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import utils as models_utils
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -37,6 +40,7 @@ from ..layouts.hub_names import hub_tensors, scale_name
 from ..push.block_quantization import grid_of
 from ..push.engine_model import EngineModel
 from ..push.receiver import Receiver
+from ..push.replay import Replay
 from ..push.transports.cuda_ipc import compute_device
 from .adapter_slots import keep_adapters
 
@@ -143,10 +147,42 @@ class VllmModel(EngineModel):
         else:
             self._reload(self._as_loaded(weights))
 
-    def _reload(self, weights: Weights) -> None:
+    def can_replay(self, name: str, layer: nn.Module) -> bool:
+        serving = _layers_of(self._model).get(name)
+        if serving is None or is_deferred_attention_layer(layer):
+            return False
+        parameters, buffers = get_layerwise_info(serving).restore_metadata
+        restored = get_layer_tensors(serving) | parameters | buffers
+        return all(
+            key in restored and (one.shape, one.stride()) == (restored[key].shape, restored[key].stride())
+            for key, one in get_layer_tensors(layer).items()
+        )
+
+    def replay(self, replay: Replay, memory: torch.Tensor, weights: Weights) -> None:
+        if self.is_starting:
+            self.load(weights)
+            return
+        self._served_own = self._serves_own
+        self._serves_own = False
+        others: Weights = iter(())
+        if replay.others:
+            others = (one for one in self._as_loaded(weights) if getattr(one[1], "fqn", "") in {"", *replay.others})
+        self._reload(others, lambda: self._fill(replay, memory))
+
+    def _fill(self, replay: Replay, memory: torch.Tensor) -> None:
+        """Fill layers, and do with each what a reload does once it has loaded a layer."""
+        layers = _layers_of(self._model)
+        for name in replay:
+            info = get_layerwise_info(layers[name])
+            materialize_layer(layers[name], info)
+            replay.fill(name, get_layer_tensors(layers[name]), memory)
+            _layerwise_process(layers[name], info)
+
+    def _reload(self, weights: Weights, fill: Callable[[], None] = lambda: None) -> None:
         with set_current_vllm_config(self._config), torch.no_grad(), _rebuilt_kernels(self._model):
             initialize_layerwise_reload(self._model)
             try:
+                fill()
                 self._model.load_weights(weights)  # type: ignore[operator]
                 finalize_layerwise_reload(self._model, self._config.model_config)
             except BaseException:
@@ -247,6 +283,11 @@ def _with_scales_shaped(tensors: Mapping[str, torch.Tensor], blocks: tuple[int, 
             )
         found[scale_name(name)] = scales.view(grid)
     return found
+
+
+def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers by their names in a model without wrappers for LoRA."""
+    return {name.replace(".base_layer", ""): layer for name, layer in model.named_modules()}
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

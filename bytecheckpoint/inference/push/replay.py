@@ -1,0 +1,147 @@
+"""Fill the layers of a model with the copies that its loader was recorded to make, without running the loader again.
+
+A layer can be replayed if everything that the loader writes into its tensors is a copy of recorded tensors. The other
+layers, and all that shares a stored tensor with them, remain to the loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...engine.tensor_bytes import copy_elements
+from ...tensors.geometry import Box, row_major_strides
+from ...tensors.metadata import BasicMeta
+from ...tensors.shards import torch_dtype
+from .layout import Layout
+
+
+class Fill(NamedTuple):
+    """A copy of ``box`` of a requested part into a tensor, at ``offset`` and with ``strides`` in elements."""
+
+    part: int
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+
+
+LayerFills = Mapping[str, Sequence[Fill]]
+"""The fills of each tensor of a layer, in the loader's order."""
+
+
+class _Dimension(NamedTuple):
+    size: int
+    source: int  # strides
+    target: int
+
+
+@dataclass(frozen=True)
+class StridedCopy:
+    """A copy between memory and a tensor; offsets and strides count elements."""
+
+    dtype: torch.dtype
+    source: int
+    target: int
+    dimensions: tuple[_Dimension, ...]
+
+    def run(self, memory: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy from ``memory``, which holds bytes."""
+        shape = [one.size for one in self.dimensions]
+        source = memory.view(self.dtype).as_strided(shape, [one.source for one in self.dimensions], self.source)
+        begin = int(target.storage_offset()) + self.target
+        copy_elements(target.as_strided(shape, [one.target for one in self.dimensions], begin), source)
+
+
+class Replay:
+    """The fills of some layers by their names, as few copies from memory in ``layout``. ``others`` are the stored
+    tensors that the loader needs for the other layers."""
+
+    def __init__(self, layers: Mapping[str, LayerFills], others: Collection[str], layout: Layout) -> None:
+        self.others = others
+        self.copies = {
+            layer: {name: _joined(_copies(fills, layout)) for name, fills in tensors.items()}
+            for layer, tensors in layers.items()
+        }
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.copies)
+
+    def fill(self, layer: str, tensors: Mapping[str, torch.Tensor], memory: torch.Tensor) -> None:
+        """Write the tensors of a layer, with the bytes of ``memory``."""
+        for name, copies in self.copies[layer].items():
+            for copy in copies:
+                copy.run(memory, tensors[name].detach())
+
+
+def _copies(fills: Iterable[Fill], layout: Layout) -> Iterator[StridedCopy]:
+    for fill in fills:
+        requested = layout.parts[fill.part]
+        dtype = torch_dtype(BasicMeta(requested.dtype, requested.shape))
+        for number, held, common in layout.overlaps(fill.part, fill.box):
+            strides = row_major_strides(held.lengths)
+            source = layout.offsets[number] // requested.dtype.itemsize + _at(common.relative_to(held), strides)
+            target = fill.offset + _at(common.relative_to(fill.box), fill.strides)
+            yield StridedCopy(dtype, source, target, _merged(common.lengths, strides, fill.strides))
+
+
+def _at(box: Box, strides: Sequence[int]) -> int:
+    return sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+
+
+def _merged(lengths: Sequence[int], source: Sequence[int], target: Sequence[int]) -> tuple[_Dimension, ...]:
+    """Return the dimensions, those joined that are one run of elements on both sides."""
+    found: list[_Dimension] = []
+    for one in map(_Dimension, lengths, source, target):
+        last = found[-1] if found else None
+        if one.size == 1:
+            continue
+        if last and (last.source, last.target) == (one.size * one.source, one.size * one.target):
+            found[-1] = _Dimension(last.size * one.size, one.source, one.target)
+        else:
+            found.append(one)
+    return tuple(found) or (_Dimension(1, 1, 1),)
+
+
+def _joined(copies: Iterable[StridedCopy]) -> list[StridedCopy]:
+    """Join copies that continue each other, then those at equal distances, then these again."""
+    found: list[StridedCopy] = []
+    for copy in copies:
+        last = found[-1] if found else None
+        if last and last.dtype == copy.dtype and len(last.dimensions) == len(copy.dimensions) == 1:
+            (size, *strides), (more, *others) = last.dimensions[0], copy.dimensions[0]
+            distances = copy.source - last.source, copy.target - last.target
+            if strides == others == [1, 1] and distances == (size, size):
+                found[-1] = StridedCopy(last.dtype, last.source, last.target, (_Dimension(size + more, 1, 1),))
+                continue
+        found.append(copy)
+    while len(stacked := list(_stacked(found))) < len(found):
+        found = stacked
+    return found
+
+
+def _stacked(copies: Sequence[StridedCopy]) -> Iterator[StridedCopy]:
+    at = 0
+    while at < len(copies):
+        first, count = copies[at], 1
+        step = _step(copies, at)
+        while step is not None and _step(copies, at + count - 1) == step:
+            count += 1
+        outer = () if step is None else (_Dimension(count, *step),)
+        yield StridedCopy(first.dtype, first.source, first.target, (*outer, *first.dimensions))
+        at += count
+
+
+def _step(copies: Sequence[StridedCopy], at: int) -> tuple[int, int] | None:
+    """Return the distances from a copy to the next one, if that is equal and does not overlap it: the later one would
+    have to be last."""
+    if at + 1 >= len(copies):
+        return None
+    one, other = copies[at], copies[at + 1]
+    if (one.dtype, one.dimensions) != (other.dtype, other.dimensions):
+        return None
+    step = other.source - one.source, other.target - one.target
+    extent = 1 + sum((dimension.size - 1) * dimension.target for dimension in one.dimensions)
+    return step if step[0] > 0 and step[1] >= extent else None
