@@ -1,4 +1,4 @@
-"""Pause Python's garbage collector while a state is described.
+"""Pause Python's garbage collector while a state is described, or pushed.
 
 Describing a state creates and keeps some objects for each tensor, none of them in a reference cycle. The collector
 runs after a fixed number of new objects and visits every object of the process. With 20,000 tensors it took half the

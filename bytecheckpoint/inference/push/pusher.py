@@ -14,6 +14,7 @@ from ...control.communicator import current_communicator
 from ...errors import StateError, UsageError
 from ...runtime import DEFAULT_DEADLINE_S
 from ...runtime.arguments import check_arguments
+from ...runtime.gc_pause import paused
 from .coordinator import PushCoordinator
 from .engines.base import Budget, Engine
 from .joins import Join
@@ -178,7 +179,8 @@ class Pusher:
             else:
                 of_rank = partial(source_of, what, section, rank=op.rank, world_size=op.world_size)
                 push = RankPush(*common, partial(of_rank, framework=framework, rename=rename, exclude=exclude))
-            report = push.run()
+            with paused():
+                report = push.run()
             self._version = report.version
             return report
         except BaseException as error:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ...errors import BytecheckpointError, CorruptionError, EngineError, StateError
+from ...runtime.gc_pause import paused
 from ...telemetry.trace import notify
 from .engine_model import ChunkedTensors, EngineModel, LoadRecord, record_load
 from .layout import ChunkStore, Waves
@@ -109,7 +110,8 @@ class Receiver:
                 )
             self._check_replaced()
             notify(f"push.worker.{kind}", "enter")
-            answer |= handler(self, message)
+            with paused():
+                answer |= handler(self, message)
             notify(f"push.worker.{kind}", "exit")
         except Exception as error:  # noqa: BLE001 - the coordinator raises it, see messages.py
             _log.log(self._log_level, "push: %s", error, exc_info=True)
