@@ -43,6 +43,7 @@ class _Model(nn.Module):
         self.norm = _Layer(dtype, weight=(hidden,), scale=())
         self.padded = _Layer(dtype, weight=(hidden + 3, hidden))
         self.read = _Layer(dtype, scale=(1,))
+        self.swapped, self.doubled = _Layer(dtype, weight=(hidden,)), _Layer(dtype, weight=(hidden,))
         self.one, self.other = _Layer(dtype, weight=(hidden,)), _Layer(dtype, weight=(hidden + 1,))
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -68,6 +69,12 @@ class _Model(nn.Module):
                 self.padded.weight.data[self.hidden :].fill_(7)
             elif kind == "read":
                 self.read.scale.data.fill_(tensor.item())
+            elif kind == "swapped":
+                self.swapped.weight.data = torch.empty_like(self.swapped.weight.data)
+                self.swapped.weight.data.copy_(tensor)
+            elif kind == "doubled":
+                self.doubled.weight.data.copy_(tensor)
+                torch.mul(self.doubled.weight.data, 2, out=self.doubled.weight.data)
             else:  # of two layers, of which the second is padded
                 self.one.weight.data.copy_(tensor)
                 self.other.weight.data[:-1].copy_(tensor)
@@ -82,6 +89,7 @@ class _Model(nn.Module):
         shapes |= {f"{kind}.weight": (hidden, hidden) for kind in ("q", "k", "v", "out", "turned", "padded")}
         shapes |= {f"{kind}.bias": (hidden,) for kind in "qkv"}
         shapes |= {"norm.weight": (hidden,), "norm.scale": (), "read": (1,), "both": (hidden,)}
+        shapes |= {"swapped": (hidden,), "doubled": (hidden,)}
         count = sum(torch.Size(shape).numel() for shape in shapes.values())
         values = torch.arange(1, count + 1, dtype=torch.float64).to(dtype)
         found, at = {}, 0
@@ -146,9 +154,9 @@ def test_replay_gives_the_bytes_of_the_loader(
         stored = _Model(*arguments).stored(stored_dtype)
         table = Table(tuple((name, basic_meta(tensor.dtype, tensor.shape)) for name, tensor in stored.items()))
         record = record_load(_Engine(*arguments), table)
-        # Not of what is filled, read, or shares a tensor with such a layer.
+        # Not of what is filled, read, replaced or computed, or shares a tensor with such a layer.
         assert set(record.fills) == {"qkv", "out", "moe", "turned", "norm"}
-        assert record.others == {"padded.weight", "read", "both"}
+        assert record.others == {"padded.weight", "read", "both", "swapped", "doubled"}
         layout, memory = _planned(stored, record, chunk_bytes)
         replay = record.replay(layout)
         assert replay is not None

@@ -205,11 +205,14 @@ class UnrecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        first = func._schema.arguments[:1]
-        writes = args and first and first[0].alias_info is not None and first[0].alias_info.is_write
         # The recorder notes copies of recorded tensors.
-        if writes and args[0].numel() and not (func is torch.ops.aten.copy_.default and hasattr(args[1], "recorder")):
-            self.targets.append(args[0].detach())
+        if not (func is torch.ops.aten.copy_.default and hasattr(args[1], "recorder")):
+            given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+            for argument in func._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = given.get(argument.name)
+                    written = value if isinstance(value, (list, tuple)) else [value]
+                    self.targets += [one.detach() for one in written if isinstance(one, torch.Tensor) and one.numel()]
         return func(*args, **(kwargs or {}))
 
 

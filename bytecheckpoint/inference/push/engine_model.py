@@ -21,11 +21,11 @@ from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import basic_meta, torch_dtype
 from ..layouts.parts import StridedView, TensorBox, box_to_read, without_duplicates
-from ..layouts.recording import Copy, Recorder, UnrecordedWrites, storage_identity, tensor_in_use, uncovered
+from ..layouts.recording import Copy, Recorder, UnrecordedWrites, tensor_in_use, uncovered
 from .block_quantization import Blocks, check_quantizable
 from .layout import ChunkStore, Layout
 from .messages import Table, check_faults
-from .replay import Fill, Replay
+from .replay import Fill, RecordedLayers, Replay
 
 
 class EngineModel(Protocol):
@@ -140,7 +140,7 @@ def record_copies(
     Raises ``MismatchError`` for tensors that do not fit the model; with ``strict``, also for parameters that are not
     filled completely. That check is skipped for a tensor that must be quantized first, and repeated afterwards.
     """
-    owners = _Owners(made)
+    layers = RecordedLayers(made)
     try:
         with torch.no_grad(), UnrecordedWrites() as own:
             load()
@@ -158,88 +158,21 @@ def record_copies(
     if strict and not is_wide:
         _check_complete(made, recorder, own)
     _check_floats(metas, recorder.copies, seen)
-    ordered = owners.by_layer(recorder.copies)
+    ordered = layers.by_layer(recorder.copies)
     requested = _requested(metas, ordered, seen)
     whole = [TensorBox(name, meta.shape, Box.whole(meta.shape), meta.dtype) for name, meta in metas.items()]
     parts = without_duplicates([*requested.values(), *(part for part in whole if part.name in seen and part.nbytes)])
     by_name = _by_name(parts)
     numbers = {at: _part_with(parts, by_name[one.name], one.box, one.dtype) for at, one in requested.items()}
     copies = [(number, requested[at].box) for at, number in numbers.items() if number is not None]
-    fills = owners.fills(metas, ordered, numbers, own, can_replay)
-    others = {copy.name for copy in ordered if owners.layer(copy.target) not in fills} | seen
+    fills = layers.fills(metas, ordered, numbers, own, can_replay)
+    others = {copy.name for copy in ordered if layers.of(copy.target) not in fills} | seen
     return LoadRecord(parts, copies, is_wide, fills, frozenset(others))
 
 
 def _zeros(name: str, view: StridedView) -> torch.Tensor:
     # The recorder notes that the loader computes with the values; the entire tensor is sent then.
     return torch.zeros(view.shape, dtype=torch.float32)
-
-
-class _Owners:
-    """The layers of a model, and which of them has the memory that a loader writes to."""
-
-    def __init__(self, made: nn.Module) -> None:
-        self._layers = dict(made.named_modules())
-        self._tensors = {name: _tensors_of(layer) for name, layer in self._layers.items()}
-        owned: dict[int, list[tuple[str, str]]] = {}
-        for layer, tensors in self._tensors.items():
-            for name, tensor in tensors.items():
-                owned.setdefault(storage_identity(tensor), []).append((layer, name))
-        self._of = {storage: where[0] for storage, where in owned.items()}
-        self._sharing = {layer for where in owned.values() if len(where) > 1 for layer, _ in where}
-
-    def layer(self, tensor: torch.Tensor) -> str | None:
-        return self._of.get(storage_identity(tensor), (None, ""))[0]
-
-    def by_layer(self, copies: Sequence[Copy]) -> list[Copy]:
-        layers = [self.layer(copy.target) for copy in copies]
-        last = dict(zip(layers, range(len(layers)), strict=True))
-        order = sorted(range(len(layers)), key=lambda number: (last[layers[number]], number))
-        return [copies[number] for number in order]
-
-    def fills(
-        self,
-        metas: Mapping[str, BasicMeta],
-        copies: Sequence[Copy],
-        numbers: Mapping[int, int | None],
-        own: UnrecordedWrites,
-        can_replay: Callable[[str, nn.Module], bool],
-    ) -> dict[str, dict[str, list[Fill]]]:
-        """Return the fills of the layers that can be replayed. ``numbers`` has the part of each copy."""
-        found: dict[str, dict[str, list[Fill]]] = {}
-        refused = self._sharing | {self.layer(target) for target in own.targets}
-        for name, layer in self._layers.items():
-            after, before = _tensors_of(layer), self._tensors[name]
-            is_same = after.keys() == before.keys() and all(
-                storage_identity(after[key]) == storage_identity(before[key]) for key in after
-            )
-            if not is_same or not can_replay(name, layer):
-                refused.add(name)
-        if refused.issuperset(self._layers):
-            return {}
-        for at, copy in enumerate(copies):
-            layer, tensor = self._of.get(storage_identity(copy.target), (None, ""))
-            if not copy.view.numel:
-                continue
-            box = box_to_read(metas[copy.name].shape, copy.view)
-            number, target = numbers.get(at), box.undo(copy.target)
-            if layer is None or number is None or target is None:
-                refused.add(layer)
-                continue
-            offset = int(target.storage_offset()) - int(self._tensors[layer][tensor].storage_offset())
-            of_layer = found.setdefault(layer, {})
-            of_layer.setdefault(tensor, []).append(Fill(number, box.box, offset, target.stride()))
-        names = [(self.layer(copy.target), copy.name) for copy in copies]
-        while True:  # what shares a stored tensor with a layer that is not replayed is not replayed either
-            shared = {name for layer, name in names if layer in refused}
-            more = {layer for layer, name in names if name in shared} - refused
-            if not more:
-                return {layer: of_layer for layer, of_layer in found.items() if layer not in refused}
-            refused |= more
-
-
-def _tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(layer.named_parameters(recurse=False)), **dict(layer.named_buffers(recurse=False))}
 
 
 def _requested(metas: Mapping[str, BasicMeta], copies: Sequence[Copy], seen: Collection[str]) -> dict[int, TensorBox]:

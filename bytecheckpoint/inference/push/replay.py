@@ -6,16 +6,19 @@ layers, and all that shares a stored tensor with them, remain to the loader.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ...engine.tensor_bytes import copy_elements
 from ...tensors.geometry import Box, row_major_strides
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
+from ..layouts.parts import box_to_read
+from ..layouts.recording import Copy, UnrecordedWrites, storage_identity
 from .layout import Layout
 
 
@@ -30,6 +33,78 @@ class Fill(NamedTuple):
 
 LayerFills = Mapping[str, Sequence[Fill]]
 """The fills of each tensor of a layer, in the loader's order."""
+
+
+class RecordedLayers:
+    """The layers of a model, which a recorded loader fills."""
+
+    def __init__(self, made: nn.Module) -> None:
+        self._layers = dict(made.named_modules())
+        self._tensors = {name: _tensors_of(layer) for name, layer in self._layers.items()}
+        # Kept, so that no other storage gets the identity of one of these.
+        self._storages = {
+            layer: {name: tensor.untyped_storage() for name, tensor in tensors.items()}
+            for layer, tensors in self._tensors.items()
+        }
+        owned: dict[int, list[tuple[str, str]]] = {}
+        for layer, tensors in self._tensors.items():
+            for name, tensor in tensors.items():
+                owned.setdefault(storage_identity(tensor), []).append((layer, name))
+        self._of = {storage: where[0] for storage, where in owned.items()}
+        self._sharing = {layer for where in owned.values() if len(where) > 1 for layer, _ in where}
+
+    def of(self, tensor: torch.Tensor) -> str | None:
+        """The name of the layer that has the memory of a tensor."""
+        return self._of.get(storage_identity(tensor), (None, ""))[0]
+
+    def by_layer(self, copies: Sequence[Copy]) -> list[Copy]:
+        """Return the copies layer by layer, each layer where its last tensor is."""
+        layers = [self.of(copy.target) for copy in copies]
+        last = dict(zip(layers, range(len(layers)), strict=True))
+        order = sorted(range(len(layers)), key=lambda number: (last[layers[number]], number))
+        return [copies[number] for number in order]
+
+    def fills(
+        self,
+        metas: Mapping[str, BasicMeta],
+        copies: Sequence[Copy],
+        numbers: Mapping[int, int | None],
+        own: UnrecordedWrites,
+        can_replay: Callable[[str, nn.Module], bool],
+    ) -> dict[str, dict[str, list[Fill]]]:
+        """Return the fills of the layers that can be replayed. ``numbers`` has the part of each copy."""
+        found: dict[str, dict[str, list[Fill]]] = {}
+        refused = self._sharing | {self.of(target) for target in own.targets}
+        for name, layer in self._layers.items():
+            storages = {key: storage_identity(tensor) for key, tensor in _tensors_of(layer).items()}
+            is_same = storages == {key: int(storage._cdata) for key, storage in self._storages[name].items()}
+            if not is_same or not can_replay(name, layer):
+                refused.add(name)
+        if refused.issuperset(self._layers):
+            return {}
+        for at, copy in enumerate(copies):
+            layer, tensor = self._of.get(storage_identity(copy.target), (None, ""))
+            if not copy.view.numel:
+                continue
+            box = box_to_read(metas[copy.name].shape, copy.view)
+            number, target = numbers.get(at), box.undo(copy.target)
+            if layer is None or number is None or target is None:
+                refused.add(layer)
+                continue
+            offset = int(target.storage_offset()) - int(self._tensors[layer][tensor].storage_offset())
+            of_layer = found.setdefault(layer, {})
+            of_layer.setdefault(tensor, []).append(Fill(number, box.box, offset, target.stride()))
+        names = [(self.of(copy.target), copy.name) for copy in copies]
+        while True:  # what shares a stored tensor with a layer that is not replayed is not replayed either
+            shared = {name for layer, name in names if layer in refused}
+            more = {layer for layer, name in names if name in shared} - refused
+            if not more:
+                return {layer: of_layer for layer, of_layer in found.items() if layer not in refused}
+            refused |= more
+
+
+def _tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(layer.named_parameters(recurse=False)), **dict(layer.named_buffers(recurse=False))}
 
 
 class _Dimension(NamedTuple):
