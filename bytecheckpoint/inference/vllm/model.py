@@ -166,7 +166,8 @@ class VllmModel(EngineModel):
         self._serves_own = False
         others: Weights = iter(())
         if replay.others:
-            others = (one for one in self._as_loaded(weights) if getattr(one[1], "fqn", "") in {"", *replay.others})
+            names = {"", *replay.others}  # without a name, it was computed of recorded tensors
+            others = (one for one in self._as_loaded(weights) if getattr(one[1], "fqn", "") in names)
         self._reload(others, lambda: self._fill(replay, memory))
 
     def _fill(self, replay: Replay, memory: torch.Tensor) -> None:
