@@ -81,7 +81,7 @@ class _Model(nn.Module):
                 self.other.weight.data[-1:].fill_(7)
 
     def stored(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Tensors whose elements all differ, as far as their dtype can tell."""
+        """Tensors of consecutive numbers, rounded to the dtype."""
         hidden = self.hidden
         shapes: dict[str, tuple[int, ...]] = {}
         for expert in range(self.experts):
