@@ -136,7 +136,7 @@ class WarmPython:
 @functools.cache
 def warm_python(*preload: str, **environment: str) -> WarmPython:
     """Return a process that has imported these modules, by default the library. It ends with this process."""
-    return WarmPython(preload or ("bytecheckpoint",), environment)
+    return WarmPython(preload or ("bytecheckpoint.api", "bytecheckpoint.manager"), environment)
 
 
 def _number(descriptor: int) -> int:
