@@ -106,14 +106,16 @@ def test_the_slowest_ranks_are_those_for_which_others_wait() -> None:
     write[[7, 42]] = 10.0, 5.0
     stage = np.full(100, 1.0)
     stage[3], stage[4] = 1.05, np.nan
-    seconds = {"stage": stage, "write": write, "confirm": 10 - write}
+    agree = np.full(100, 0.1)
+    agree[50] = 30.0
+    seconds = {"agree": agree, "stage": stage, "write": write, "confirm": 10 - write}
     save = TimedOperation("save", "a", 100, seconds, hosts={7: "node-1"})
     found = save.to_document()
     assert found["slowest"] == [
         {"rank": 7, "host": "node-1", "step": "write", "seconds": 10.0, "median": 2.0},
         {"rank": 42, "host": "", "step": "write", "seconds": 5.0, "median": 2.0},
     ]
-    assert found["waits"] == ["confirm"]
+    assert found["waits"] == ["agree", "confirm"]
     assert found["seconds"]["stage"][4] is None
 
 

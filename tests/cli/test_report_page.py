@@ -33,7 +33,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared_browser() -> Iterator[Browser]:
-    with Browser(timeout_s=time_limit(60)) as found:
+    with Browser(timeout_s=time_limit(15)) as found:
         yield found
 
 
