@@ -50,7 +50,9 @@ def report_command(out: Output, at: Locate, sources: tuple[str, ...], *, output:
     if roots:
         of_root, operations = root_document(at(roots[0]))
         document |= of_root
-    kept = _newest([*operations, *trace_operations(traces)])
+    traced = trace_operations(traces)
+    names = {(one.kind, one.name) for one in traced}  # of which traces have more than manifests
+    kept = _newest([*(one for one in operations if (one.kind, one.name) not in names), *traced])
     document["operations"] = [one.to_document() for one in kept]
     document = plain(document)
     out.document(document)

@@ -35,7 +35,7 @@ _READERS = 16
 _MOST_SAVES = 8
 _MOST_BOXES = 20_000
 _MOST_SLOWEST = 10
-_MOST_FILES_NAMED = 3
+_NEGLIGIBLE = 0.01  # of the time of the whole operation
 _NOTABLE = 0.1  # the share of its time that a slow rank takes longer than the median
 
 
@@ -77,6 +77,7 @@ class TimedOperation:
 
     def _slowest(self) -> Iterator[dict[str, Any]]:
         """Yield the ranks that took longest over the median of a step in which ranks do not wait for each other."""
+        whole = sum(float(np.nanmax(seconds)) for seconds in self.seconds.values())
         over = {
             step: np.nan_to_num(seconds - np.nanmedian(seconds))
             for step, seconds in self.seconds.items()
@@ -89,7 +90,7 @@ class TimedOperation:
         ]
         for over_s, step, rank in sorted(found, key=lambda one: -one[0])[:_MOST_SLOWEST]:
             seconds, host = float(self.seconds[step][rank]), self.hosts.get(rank, "")
-            if over_s > _NOTABLE * seconds:
+            if over_s > max(_NOTABLE * seconds, _NEGLIGIBLE * whole):
                 yield {"rank": rank, "host": host, "step": step, "seconds": seconds, "median": seconds - over_s}
 
 
@@ -103,7 +104,7 @@ def root_document(root: Location) -> tuple[dict[str, Any], list[TimedOperation]]
 
     Raises ``CheckpointNotFoundError`` and ``StorageError``.
     """
-    found = list_checkpoints(root)
+    found = [one for one in list_checkpoints(root) if one.status != "other"]
     newest = newest_listed(root, found)
     detailed = {one.name for one in [one for one in found if one.status == "checkpoint"][-_MOST_SAVES:]}
     with Threads(_READERS, thread_name_prefix="bcp-report") as threads:
@@ -133,7 +134,7 @@ def _examine(root: Location, detailed: Container[str], one: Listing) -> tuple[di
     except CheckpointError as error:  # it was replaced or removed meanwhile
         return {**row, "problem": str(error)}, None
     if missing:
-        row["problem"] = f"{len(missing)} file(s) missing or truncated: {listed(missing, _MOST_FILES_NAMED)}"
+        row["problem"] = f"{len(missing)} file(s) missing or truncated: {listed(missing)}"
     elif one.abandoned:
         row["problem"] = "abandoned by a rollback"
     frames = manifest.files.frames

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,14 +16,11 @@ from .report_data import Column, TimedOperation
 _MOST_RANKS = 1 << 20
 
 
-@dataclass
-class _Seen:
-    """One operation: by rank and step, when it began, how long it took, in microseconds, and its bytes."""
+_Steps: TypeAlias = dict[tuple[int, str], tuple[float, float, int]]
+"""One operation: by rank and step, when it began and how long it took, in microseconds, and its bytes."""
 
-    steps: dict[tuple[int, str], tuple[float, float, int]] = field(default_factory=dict)
-
-    def begun(self) -> float:
-        return min(begin for begin, _, _ in self.steps.values())
+_Found: TypeAlias = dict[tuple[str, str, int], _Steps]
+"""By kind, checkpoint, and how often that kind of operation had been seen before."""
 
 
 def trace_operations(paths: Sequence[Path]) -> list[TimedOperation]:
@@ -32,18 +28,20 @@ def trace_operations(paths: Sequence[Path]) -> list[TimedOperation]:
 
     The n-th save of a checkpoint on one rank is the n-th on every rank. Raises ``UsageError`` if a file is no trace.
     """
-    found: dict[tuple[str, str, int], _Seen] = {}
+    found: _Found = {}
     hosts: dict[int, str] = {}
     for path in paths:
         try:
             _add(read_events(path), found, hosts)
+        except UsageError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{path} is not a trace of this library: {error!r}") from error
-    ordered = sorted(found.items(), key=lambda one: one[1].begun())
-    return [_operation(*key, seen, hosts) for key, seen in ordered]
+    ordered = sorted(found.items(), key=lambda one: min(one[1].values()))
+    return [_operation(*key, steps, hosts) for key, steps in ordered]
 
 
-def _add(events: Iterable[Mapping[str, Any]], found: dict[tuple[str, str, int], _Seen], hosts: dict[int, str]) -> None:
+def _add(events: Iterable[Mapping[str, Any]], found: _Found, hosts: dict[int, str]) -> None:
     count: dict[tuple[str, str, int], int] = {}
     steps = []
     for event in events:
@@ -57,19 +55,19 @@ def _add(events: Iterable[Mapping[str, Any]], found: dict[tuple[str, str, int], 
             raise ValueError(f"there is no rank {rank}")
         step, url = event["name"][len(kind) + 1 :], str(arguments["checkpoint"])
         number = count.setdefault((kind, url, rank), 0)
-        if (rank, step) in found.setdefault((kind, url, number), _Seen()).steps:
+        while (rank, step) in found.setdefault((kind, url, number), {}):
             number = count[kind, url, rank] = number + 1
-        seen = found.setdefault((kind, url, number), _Seen())
-        seen.steps[rank, step] = float(event["ts"]), float(event["dur"]), int(arguments.get("bytes", 0))
+        begin, duration = float(event["ts"]), float(event["dur"])
+        found[kind, url, number][rank, step] = begin, duration, int(arguments.get("bytes", 0))
 
 
-def _operation(kind: str, url: str, number: int, seen: _Seen, hosts: Mapping[int, str]) -> TimedOperation:
-    ranks, first = 1 + max(rank for rank, _ in seen.steps), seen.begun()
+def _operation(kind: str, url: str, number: int, steps: _Steps, hosts: Mapping[int, str]) -> TimedOperation:
+    ranks, first = 1 + max(rank for rank, _ in steps), min(steps.values())[0]
     named = SAVE_STEPS if kind == "save" else LOAD_STEPS if kind == "load" else ()
-    present = dict.fromkeys(step for _, step in sorted(seen.steps, key=lambda key: seen.steps[key][0]))
+    present = dict.fromkeys(step for _, step in sorted(steps, key=lambda key: steps[key][0]))
     order = [*(step for step in named if step in present), *(step for step in present if step not in named)]
     columns: list[dict[str, Column]] = [{step: np.full(ranks, np.nan) for step in order} for _ in range(3)]
-    for (rank, step), (begin, duration, nbytes) in seen.steps.items():
+    for (rank, step), (begin, duration, nbytes) in steps.items():
         for column, value in zip(columns, ((begin - first) / 1e6, duration / 1e6, nbytes), strict=True):
             column[step][rank] = value
     name = url.rstrip("/").rpartition("/")[2] + (f" ({number + 1})" if number else "")

@@ -106,9 +106,11 @@ def test_the_slowest_ranks_are_those_for_which_others_wait() -> None:
     write[[7, 42]] = 10.0, 5.0
     stage = np.full(100, 1.0)
     stage[3], stage[4] = 1.05, np.nan
+    check = np.full(100, 0.001)
+    check[5] = 0.01
     agree = np.full(100, 0.1)
     agree[50] = 30.0
-    seconds = {"agree": agree, "stage": stage, "write": write, "confirm": 10 - write}
+    seconds = {"check": check, "agree": agree, "stage": stage, "write": write, "confirm": 10 - write}
     save = TimedOperation("save", "a", 100, seconds, hosts={7: "node-1"})
     found = save.to_document()
     assert found["slowest"] == [
@@ -149,6 +151,9 @@ def test_saves_and_loads_in_traces(traces: Path, tmp_path: Path, bcp_command: Ca
             assert all(value is not None and value >= 0 for value in column), step
     assert list(operations[1]["seconds"])[-3:] == ["confirm", "commit", "clean"]
     assert all(nbytes >= 4000 for nbytes in operations[1]["bytes"]["write"])
+    both = bcp_command("report", traces.parent, traces, "--json").json
+    assert len(both["checkpoints"]) == 1
+    assert both["operations"] == operations, "the save in the manifest is in the traces, too"
     merged = tmp_path / "merged.json"
     merge_traces(sorted(traces.glob("rank-*.json")), merged)
     assert bcp_command("report", merged, "--json").json["operations"] == operations
@@ -164,6 +169,19 @@ def test_a_rank_that_was_killed_has_no_later_steps(traces: Path, tmp_path: Path)
     assert not np.isnan(save.seconds["write"][0])
     assert np.isnan(save.seconds["write"][1])
     assert save.to_document()["seconds"]["write"][1] is None
+
+
+def test_a_job_that_was_restarted_repeats_a_save(tmp_path: Path) -> None:
+    """Two tries were killed, and each left another file of the same rank."""
+    for process, steps in enumerate((["check", "stage"], ["check"], ["check", "stage", "write"])):
+        with (tmp_path / f"rank-00000-{process}.json").open("w") as file:
+            file.write("[")
+            for at, step in enumerate(steps):
+                event = {"cat": "save", "ph": "X", "name": f"save.{step}", "pid": 0, "dur": 1, "ts": process * 100 + at}
+                file.write(json.dumps({**event, "args": {"checkpoint": "runs/step-1"}}) + ",\n")
+    found = trace_operations(sorted(tmp_path.glob("*.json")))
+    tries = {"step-1": ["check", "stage"], "step-1 (2)": ["check"], "step-1 (3)": ["check", "stage", "write"]}
+    assert {one.name: [*one.seconds] for one in found} == tries
 
 
 @pytest.mark.parametrize(
@@ -211,8 +229,12 @@ def test_options(
     assert os.listdir() == ["report.html"]
     assert bcp_command("report", root, root).code == 2
     assert bcp_command("report", root, "--output", tmp_path / "missing" / "report.html").code == 5
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    assert bcp_command("report", tmp_path / "binary").code == 2
+    for number, content in enumerate((b"\xff\xfe", b"{}", b"[1\n2\n")):
+        trace = tmp_path / str(number)
+        trace.write_bytes(content)
+        done = bcp_command("report", trace)
+        assert done.code == 2
+        assert done.stderr.count(str(trace)) == 1, "one message"
     assert bcp_command("report", tmp_path / "missing").code == 3
 
 
