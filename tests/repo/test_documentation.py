@@ -128,6 +128,13 @@ def test_the_reference_contains_every_public_name() -> None:
     assert sorted(found) == sorted({*dir(bcp)} - {"__version__", "dcp", "errors"})
 
 
+def test_the_first_page_leads_to_every_how_to_page_and_concept() -> None:
+    docs = REPOSITORY / "docs"
+    text = (docs / "index.md").read_text()
+    pages = [*docs.glob("how-to/*.md"), *docs.glob("concepts/*.md")]
+    assert [page.name for page in pages if f"]({page.relative_to(docs)})" not in text] == []
+
+
 def test_the_page_of_the_environment_has_every_variable() -> None:
     code = [
         path
