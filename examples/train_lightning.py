@@ -34,5 +34,6 @@ if __name__ == "__main__":
     newest = bcp.latest(folder)
     saves = ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1)
     strategy = BcpSingleDeviceStrategy(device="cpu")
-    trainer = Trainer(strategy=strategy, max_steps=int(steps), callbacks=[saves], accelerator="cpu", devices=1)
+    options = {"accelerator": "cpu", "devices": 1, "logger": False}
+    trainer = Trainer(strategy=strategy, max_steps=int(steps), callbacks=[saves], **options)
     trainer.fit(Model(), data, ckpt_path=newest and newest.url)

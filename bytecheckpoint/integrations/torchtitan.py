@@ -197,6 +197,8 @@ class BcpCheckpointManager(BaseCheckpointManager):
         self.save_future = None
 
     def _close(self) -> None:
+        if self._config.load_only:
+            return  # it has not begun, and another job may save below the root
         # If an exception ends the training, the other ranks are not waited for.
         self._manager.__exit__(*sys.exc_info())
 

@@ -72,7 +72,10 @@ def test_when_it_saves_and_what_it_keeps(pool: RankPool, tmp_path: Path) -> None
     assert _sections(tmp_path, 1) == {"model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng"}
     whole = _alone(pool, tmp_path, 6, **options)
     assert _names(tmp_path) == {"step-4", "step-6"}
-    assert _alone(pool, tmp_path, 6, load_step=4, load_only=True).sums == whole.sums
+    with bcp.CheckpointManager(tmp_path / "checkpoint") as another_job:
+        assert another_job.latest().step == 6
+        assert _alone(pool, tmp_path, 6, load_step=4, load_only=True).sums == whole.sums
+        assert _alone(pool, tmp_path, 6, load_only=True).losses == {}
     assert _names(tmp_path) == {"step-4", "step-6"}
     _alone(pool, tmp_path, 10, sigterm_at=7, async_mode="disabled")
     assert _names(tmp_path) == {"step-4", "step-6", "step-7"}
@@ -104,8 +107,11 @@ def test_a_model_alone_and_names_of_hugging_face(pool: RankPool, tmp_path: Path)
 def test_a_seed_checkpoint(pool: RankPool, tmp_path: Path) -> None:
     seed = _alone(pool, tmp_path, 2, create_seed_checkpoint=True, last_save_model_only=True)
     assert _names(tmp_path) == {"step-0"}
-    both = pool.run(_train, tmp_path, {"steps": 0, "parallelism": FSDP})
+    elsewhere = {"root": str(tmp_path / "checkpoint"), "save": {"codec": "zstd"}}
+    both = pool.run(_train, tmp_path / "other", {"steps": 0, "parallelism": FSDP, "checkpoints": elsewhere})
     assert [one.sums for one in both] == [seed.sums] * 2
+    _alone(pool, tmp_path / "other", 1, checkpoints=elsewhere)
+    assert "zstd" in bcp.latest(tmp_path / "checkpoint").manifest.files.codec
 
 
 @pytest.mark.parametrize(
@@ -124,7 +130,8 @@ def test_two_ranks_die_in_a_save_and_resume(pool: RankPool, tmp_path: Path, kind
     with pytest.raises(RanksFailed, match="rank 1"):
         pool.run(_train, tmp_path / "killed", {**arguments, "killed_in_save": 4})
     assert bcp.latest(tmp_path / "killed" / "checkpoint").step == 2
-    resumed = pool.run(_train, tmp_path / "killed", arguments)
+    # Saves that are not asynchronous are not prepared for, which would start the data loader.
+    resumed = pool.run(_train, tmp_path / "killed", {**arguments, "async_mode": "disabled"})
     assert [{*one.losses} for one in resumed] == [{3, 4, 5, 6}] * 2
     for before, after in zip(whole, resumed, strict=True):
         assert before.losses.items() >= after.losses.items()
