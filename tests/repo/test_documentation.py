@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -126,6 +127,19 @@ def test_the_reference_contains_every_public_name() -> None:
     found = re.findall(r"^\.\. auto\w+:: bytecheckpoint\.(\w+)$", text, re.M)
     # `errors` has its own page, and of `dcp` the page contains the classes.
     assert sorted(found) == sorted({*dir(bcp)} - {"__version__", "dcp", "errors"})
+
+
+def test_the_pod_of_the_kubernetes_page_ends_after_its_processes() -> None:
+    text = (REPOSITORY / "docs" / "how-to" / "kubernetes.md").read_text()
+    job, service = yaml.safe_load_all(re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)[0])
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (command,) = container["args"]
+    (shutdown_s,) = map(int, re.findall(r"--shutdown-timeout (\d+)", command))
+    (grace_s,) = map(int, re.findall(r"CheckpointManager\(.*grace_s=(\d+)", text))
+    assert command.startswith("exec ")
+    assert grace_s < shutdown_s < pod["terminationGracePeriodSeconds"]
+    assert service["metadata"]["name"] == pod["subdomain"]
 
 
 def test_the_first_page_leads_to_every_how_to_page_and_concept() -> None:
