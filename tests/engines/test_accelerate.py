@@ -20,7 +20,7 @@ from trainer_training import free_port
 
 from bytecheckpoint.integrations.accelerate import USED
 
-pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore"), pytest.mark.sampled(3, of=__name__)]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint import errors
 from bytecheckpoint.testing.ranks import RankPool
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.sampled(3, of=__name__)]
 
 BEFORE, AFTER = range(2), range(2, 4)
 STAGES = ("zero0", "zero1", "zero2", "zero3")

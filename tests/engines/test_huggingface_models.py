@@ -13,7 +13,7 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint.testing.ranks import RankPool
 
-pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore"), pytest.mark.sampled(8, of=__name__)]
 
 _ARCHITECTURES = re.findall(
     r"\w+",

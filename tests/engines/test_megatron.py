@@ -29,7 +29,7 @@ from mcore_training import Layout, Recipe, differences, renewed_pools, stored_na
 from sampling import sample
 from stored_modules import full_state, stored_module, two_groups
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.sampled(8, of=__name__)]
 
 DENSE = [
     Layout(tp=2, pp=2),

@@ -27,7 +27,7 @@ from sampling import is_full, sample
 from stored_modules import full_state, stored_module, two_groups
 from written_files import written_files
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.sampled(5, of=__name__)]
 
 MOE = Recipe(experts=4)
 STACKED = Form(per_layer=False)

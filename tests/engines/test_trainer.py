@@ -23,7 +23,7 @@ from trainer_training import CountingTrainer, free_port, make_model, settings, t
 
 from bytecheckpoint.integrations.transformers import OVERRIDDEN, BcpTrainer, BcpTrainerMixin
 
-pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore"), pytest.mark.sampled(7, of=__name__)]
 
 
 @pytest.fixture(scope="module")

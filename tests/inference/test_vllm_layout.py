@@ -29,7 +29,11 @@ with warnings.catch_warnings():
 
     from benchmarks.vllm_layout import EngineRank, engine_model, layout_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore"),  # the warnings are vLLM's own
+    pytest.mark.sampled(4, of=__name__),
+]
 
 _KERNEL_SELECTION = [
     (linear, "choose_scaled_mm_linear_kernel"),

@@ -37,7 +37,11 @@ with warnings.catch_warnings():
     from bytecheckpoint.inference.vllm.loader import BcpModelLoader
     from bytecheckpoint.inference.vllm.model import VllmModel
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore"),  # the warnings are vLLM's own
+    pytest.mark.sampled(4, of=__name__),
+]
 
 _FP8 = {
     "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],

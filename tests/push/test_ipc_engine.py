@@ -35,7 +35,7 @@ from bytecheckpoint.inference.push.checkpoint_engine_update import Update
 from bytecheckpoint.inference.push.memory import DOUBLE, STREAMED
 from bytecheckpoint.testing.ranks import RankPool
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.sampled(8, of=__name__)]
 
 DEVICES = ["cpu-0", "cpu-1"]
 BUCKET = 20_000  # bytes; one tensor has 65,536

@@ -36,7 +36,11 @@ with warnings.catch_warnings():
     from benchmarks.vllm_layout import EngineRank
     from bytecheckpoint.inference.vllm.model import VllmModel
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore"),  # the warnings are vLLM's own
+    pytest.mark.sampled(2, of=__name__),
+]
 
 # As published checkpoints have it: the routers of experts are not quantised.
 _FP8 = {

@@ -36,7 +36,11 @@ with warnings.catch_warnings():
     from bytecheckpoint.inference.vllm import worker as vllm_worker
     from bytecheckpoint.tensors.shards import basic_meta
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore"),  # the warnings are vLLM's own
+    pytest.mark.sampled(2, of=__name__),
+]
 
 _DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 128,

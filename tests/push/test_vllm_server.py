@@ -41,7 +41,7 @@ from bytecheckpoint.inference.push.engines.base import ask
 from bytecheckpoint.inference.push.messages import decode
 from bytecheckpoint.testing.ranks import RankPool
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.sampled(3, of=__name__)]
 
 _TP = 2
 

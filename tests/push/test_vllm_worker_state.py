@@ -37,7 +37,11 @@ with warnings.catch_warnings():
     from bytecheckpoint.inference.vllm import worker as vllm_worker
     from bytecheckpoint.inference.vllm.model import VllmModel, keep_receiver
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore"),  # the warnings are vLLM's own
+    pytest.mark.sampled(2, of=__name__),
+]
 
 
 @pytest.fixture
