@@ -23,7 +23,8 @@ class Callbacks:
         on_committed: Called with the result of a save when its checkpoint is committed, on the thread that saves.
         on_uploaded: With a tier: called with the result of a save when its checkpoint is committed below the root
             too, on the thread that uploads.
-        on_failed: Called with the handle of a save and its error, on the thread that saves.
+        on_failed: Called with the handle of a save and its error, on the thread that saves. Not called for a failure
+            that ``manager.save`` itself raises, as it does for every failure of a save that is not asynchronous.
         on_removed: Called on rank 0 with the URL of a checkpoint that the retention rules removed, in the background.
 
     Raises:
