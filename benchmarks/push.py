@@ -1,6 +1,6 @@
 """Time pushes into engines on the same host over every transport, next to one copy of the bytes and one TCP stream.
 
-    python -m benchmarks.push [--mebibytes 512] [--rounds 5] [--json FILE] [--page docs/push.md]
+    python -m benchmarks.push [--mebibytes 512] [--rounds 5] [--json FILE]
     python -m benchmarks.push --cuda --workers 4 --mebibytes 16384 --json FILE
 
 One sender pushes to engines of two processes with the real receiver (``push_engine``), which only copy layers into
@@ -35,9 +35,7 @@ from bytecheckpoint.inference.push.transports.cuda_ipc import synchronize
 if TYPE_CHECKING:
     from benchmarks.tables import Grid
 
-__all__ = ["COPY", "CUDA_WAYS", "JOIN", "NOTHING", "STREAM", "WAYS", "grid", "main", "measure", "with_table"]
-
-_MARK = "<!-- The rest is written by `python -m benchmarks.push --page`. -->"
+__all__ = ["COPY", "CUDA_WAYS", "JOIN", "NOTHING", "STREAM", "WAYS", "grid", "main", "measure"]
 
 RING = 64 << 20
 
@@ -189,14 +187,6 @@ def grid(document: dict[str, Any]) -> Grid:
     return Grid("Measured", columns, rows, (remark,))
 
 
-def with_table(page: str, found: Grid) -> str:
-    """Return the page with a new table after its mark."""
-    text, mark, _ = page.partition(_MARK)
-    aligned = ("---", *["---:"] * (len(found.columns) - 1))
-    rows = ["| " + " | ".join(cells) + " |" for cells in (found.columns, aligned, *found.rows)]
-    return f"{text}{mark}\n\n" + "\n".join([*rows, "", *found.remarks]) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=512)
@@ -204,7 +194,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="of an engine")
     parser.add_argument("--cuda", action="store_true", help="weights on GPUs, on both sides")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--page", type=Path, help="rewrite the table of this page of the documentation")
     options = parser.parse_args()
     settings = {"mebibytes": options.mebibytes, "rounds": options.rounds, "workers": options.workers}
     found = measure(options.mebibytes << 20, options.rounds, options.workers, "cuda" if options.cuda else "cpu")
@@ -216,8 +205,6 @@ def main() -> None:
     show(grid(document), Console())
     if options.json:
         options.json.write_text(json.dumps(document, indent=2) + "\n")
-    if options.page:
-        options.page.write_text(with_table(options.page.read_text(), grid(document)))
 
 
 if __name__ == "__main__":

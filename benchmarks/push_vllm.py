@@ -107,7 +107,7 @@ def _push(pusher: Pusher, state: Mapping[str, torch.Tensor]) -> tuple[float, Pus
 
 
 def _copy(state: Mapping[str, torch.Tensor]) -> float:
-    copies = [torch.zeros_like(one) for one in state.values()]
+    copies = [torch.ones_like(one) for one in state.values()]
     begin = time.perf_counter()
     for copied, one in zip(copies, state.values(), strict=True):
         copied.copy_(one)
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="rewrite the table of this page of the documentation")
     options = parser.parse_args()
     os.environ.update({key: value for key, value in _ENVIRONMENT.items() if key not in os.environ})
+    torch.set_num_threads(1)  # on a busy host, threads that wait for each other cost more than they save
     torch.set_default_dtype(torch.bfloat16)
     models = [make() for make in (_large, _small)]
     torch.set_default_dtype(torch.float32)

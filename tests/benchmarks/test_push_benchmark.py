@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
-from benchmarks.push import COPY, JOIN, NOTHING, STREAM, WAYS, grid, measure, with_table
+from benchmarks import push_vllm
+from benchmarks.push import COPY, JOIN, NOTHING, STREAM, WAYS, grid, measure
 from benchmarks.push_engine import PipeEngine
 from bytecheckpoint.errors import DeadlineError
 
@@ -22,10 +25,14 @@ def test_every_way_is_measured() -> None:
         assert found["left"][name] == found["bytes"] * (1 if "group" in options else engines)
     machine = {"cores": 2, "processor": "some"}
     made = grid({"header": {"settings": {"rounds": 1}, "machine": machine}, **found})
-    page = with_table("Before\n<!-- The rest is written by `python -m benchmarks.push --page`. -->\nold", made)
-    assert "Before" in page
-    assert "old" not in page
-    assert page.count("\n| ") == 2 + len(found["seconds"])
+    assert len(made.rows) == len(found["seconds"])
+
+
+def test_the_page_has_the_committed_figures_with_vllm() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs/push.md").read_text()
+    committed = json.loads((root / "benchmarks/results/push_vllm.json").read_text())
+    assert push_vllm.with_table(page, push_vllm.table(committed)) == page
 
 
 def test_an_engine_that_does_not_answer() -> None:
