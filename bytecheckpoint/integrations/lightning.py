@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
+from threading import Event
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -20,7 +21,7 @@ from ..checkpoint.location import Location, Tier
 from ..checkpointer import Checkpointer
 from ..control.single import SingleProcess
 from ..convert.copy import remove
-from ..errors import CheckpointNotFoundError, NotACheckpointError
+from ..errors import BytecheckpointError, CheckpointNotFoundError, NotACheckpointError
 from ..frameworks.data_loader import DataLoaderState, OnLoaderResize
 from ..frameworks.per_rank import PerRank
 from ..frameworks.rng import RNGState
@@ -113,6 +114,7 @@ class BcpStrategyMixin:
         super().__init__(*args, **kwargs)
         self._options = options_of(StrategyOptions, checkpoints, "checkpoints")
         self._handle: SaveHandle | None = None
+        self._removals: list[Event] = []  # that follow this save
         self._resumed: Checkpoint | None = None
         self._app: AppState | None = None
 
@@ -156,7 +158,8 @@ class BcpStrategyMixin:
         if self._handle is None:
             self._remove(filepath)
         else:
-            self._handle.add_done_callback(lambda handle: self._remove_after(handle, filepath))
+            self._removals.append(finished := Event())
+            self._handle.add_done_callback(lambda handle: self._remove_after(handle, filepath, finished))
 
     def teardown(self) -> None:
         """Wait for the save in progress."""
@@ -236,11 +239,16 @@ class BcpStrategyMixin:
         options = storage_options if storage_options is not None else self._options.storage_options
         return Location(self.broadcast(str(path)), tier=self._options.tier, storage_options=options)
 
-    def _remove_after(self, handle: SaveHandle, path: str | PathLike[str]) -> None:
-        if handle.exception() is None:
-            self._remove(path)
-        else:
-            _log.warning("%s stays, because the save after it failed", path)
+    def _remove_after(self, handle: SaveHandle, path: str | PathLike[str], finished: Event) -> None:
+        try:
+            if handle.exception() is None:
+                self._remove(path)
+            else:
+                _log.warning("%s stays, because the save after it failed", path)
+        except (BytecheckpointError, OSError) as error:
+            _log.warning("%s could not be removed: %s", path, error)
+        finally:
+            finished.set()
 
     def _remove(self, path: str | PathLike[str]) -> None:
         try:
@@ -250,8 +258,13 @@ class BcpStrategyMixin:
 
     def _finish(self) -> None:
         handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.result()
+        removals, self._removals = self._removals, []
+        try:
+            if handle is not None:
+                handle.result()
+        finally:
+            for finished in removals:
+                finished.wait()
 
 
 class BcpSingleDeviceStrategy(BcpStrategyMixin, SingleDeviceStrategy):
