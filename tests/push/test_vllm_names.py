@@ -22,7 +22,7 @@ from bytecheckpoint.inference.vllm.worker import WorkerExtension, answer
 from bytecheckpoint.testing import time_limit
 
 ROOT = Path(__file__).parents[2]
-_OWN = {"bcp_adapters", "bcp_source"}  # attributes that this library sets
+_OWN = {"bcp_adapters", "bcp_source", "fqn"}  # attributes that this library sets
 _COMMON = {"base_url", "input_size", "output_size", "output_sizes"}  # that each place can do without
 
 
