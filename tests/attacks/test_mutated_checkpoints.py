@@ -11,9 +11,12 @@ import sys
 from pathlib import Path
 
 import checkpoint_mutants
+import pytest
 import sampling
 
 from bytecheckpoint.testing import time_limit
+
+pytestmark = pytest.mark.sampled(3, of="long searches")
 
 
 def test_mutants_raise_only_errors_of_the_library_and_reach_nothing_outside(tmp_path: Path) -> None:

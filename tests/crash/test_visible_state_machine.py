@@ -30,6 +30,8 @@ from bytecheckpoint.errors import CheckpointError, CorruptionError, NoValidCheck
 from bytecheckpoint.manager.housekeeping import Committed, expendable
 from bytecheckpoint.saving.commit import SaveCommit
 
+pytestmark = pytest.mark.sampled(3, of="long searches")
+
 STEPS = st.integers(1, 6)
 POINTS = [
     *(f"save.{step}" for step in telemetry.SAVE_STEPS if step != "merge"),

@@ -100,8 +100,9 @@ def _unlike(folder: str, live: str) -> list[str]:
 LIVE = [kind for kind in KINDS if kind != "zero0-fp32"]  # without names
 
 
-@pytest.mark.parametrize("kinds", [[*sample(LIVE, 2), "muon", "experts1", "experts2"]])
+@pytest.mark.parametrize("kinds", [[*sample(LIVE, 2), *(["muon"] if is_full() else []), "experts1", "experts2"]])
 def test_a_folder_is_what_a_live_save_stores(kinds: list[str], pool: RankPool, tmp_path: Path) -> None:
+    """For Muon, DeepSpeed compiles an extension, which takes more than a minute."""
     faults = pool.run(_compare_with_live, str(tmp_path), kinds, world_size=2, timeout_s=280)[0]
     assert faults == []
 

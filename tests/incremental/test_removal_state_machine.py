@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
 import sampling
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
@@ -29,6 +30,8 @@ from bytecheckpoint.errors import BytecheckpointError, CheckpointError, KeyExist
 from bytecheckpoint.format.manifest import MANIFEST_KEY, decode
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
+
+pytestmark = pytest.mark.sampled(3, of="long searches")
 
 OUTSIDE = ("out/a", "out/b")
 PLACES = st.sampled_from([*OUTSIDE, *(f"root/step-{step}" for step in range(1, 5))])

@@ -94,6 +94,7 @@ def test_no_requirement_names_an_index() -> None:
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a release is made from a commit")
+@pytest.mark.sampled(1, of="packages")
 def test_a_release_is_complete_and_an_editable_installation_is_a_path(tmp_path: Path) -> None:
     """Builds the wheel from the source distribution, which has no symlinks. Type checkers follow a path, not a hook."""
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout

@@ -87,6 +87,7 @@ def test_wheel_holds_every_source_file_once_and_nothing_else(wheel: Path) -> Non
     assert {"METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE"} <= set(info)
 
 
+@pytest.mark.sampled(1, of="packages")
 def test_every_module_imports_from_the_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
