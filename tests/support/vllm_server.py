@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -69,4 +70,8 @@ def serving(folder: Path, *arguments: str) -> Iterator[str]:
     finally:
         with contextlib.suppress(ProcessLookupError):  # a test may have killed it
             os.killpg(process.pid, signal.SIGTERM)
-        process.wait(time_limit(60))
+        try:
+            process.wait(time_limit(60))
+        except subprocess.TimeoutExpired:  # vLLM waits for replies that never come
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
