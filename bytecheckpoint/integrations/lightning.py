@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ..api import load, save
-from ..api import open as open_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import Location, Tier
 from ..checkpointer import Checkpointer
@@ -30,6 +29,7 @@ from ..loading.options import LoadOptions
 from ..runtime.arguments import options_of
 from ..saving.handle import SaveHandle
 from ..saving.options import SaveOptions
+from .own import open_own
 
 TESTED = "2.6.6"
 """The release of Lightning with which the tests run; 2.6.2 and 2.6.3 were withdrawn."""
@@ -184,7 +184,7 @@ class BcpStrategyMixin:
         """Return what Lightning restores itself."""
         self._finish()
         location = self._location(checkpoint_path)
-        self._resumed, self._app = _open_own(location), None
+        self._resumed, self._app = open_own(location), None
         if self._resumed is None:
             native: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)  # type: ignore[misc]
             return native
@@ -336,12 +336,3 @@ def _without_loaders(loops: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any
     fit["state_dict"] = dict(fit["state_dict"])
     loaders = fit["state_dict"].pop("combined_loader", [])
     return {**loops, "fit_loop": fit}, loaders
-
-
-def _open_own(location: Location) -> Checkpoint | None:
-    """Open a checkpoint of this library; None if there is something else."""
-    try:
-        found = open_checkpoint(location)
-    except (CheckpointNotFoundError, NotACheckpointError):
-        return None
-    return found if found.index.is_own else None

@@ -15,16 +15,16 @@ import transformers
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 
 from ..api import load
-from ..api import open as open_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.discovery import BestMode
 from ..checkpoint.location import Location
-from ..errors import CheckpointNotFoundError, FormatError, NotACheckpointError, UsageError
+from ..errors import FormatError, UsageError
 from ..frameworks.per_rank import PerRank
 from ..frameworks.rng import RNGState
 from ..loading.app_state import AppState
 from ..manager import CheckpointManager, JobOptions, Retention
 from ..runtime.arguments import options_of
+from .own import open_own
 
 TESTED = "5.23"
 """The release of transformers with which the tests run."""
@@ -141,7 +141,7 @@ class BcpTrainerMixin:
             if native is None:
                 _log.warning("there is no checkpoint below %s: training begins", self._root)
             return None if native is None else native[1]
-        self._resumed = newest if requested is True else _open_own(Location.of(requested, self._root.storage_options))
+        self._resumed = newest if requested is True else open_own(Location.of(requested, self._root.storage_options))
         if self._resumed is None:
             return str(requested)
         path = Path(folder, _NAME.format(step=self._resumed.step))
@@ -266,15 +266,6 @@ class BcpTrainerMixin:
 
 class BcpTrainer(BcpTrainerMixin, transformers.Trainer):
     """The Trainer of transformers with ``BcpTrainerMixin``."""
-
-
-def _open_own(location: Location) -> Checkpoint | None:
-    """Open a checkpoint of this library; None if there is something else."""
-    try:
-        found = open_checkpoint(location)
-    except (CheckpointNotFoundError, NotACheckpointError):
-        return None
-    return found if found.index.is_own else None
 
 
 def _newest_native(folder: str) -> tuple[int, str] | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import random
 import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -303,6 +306,28 @@ def test_damaged_folders_are_refused(pool: RankPool, tmp_path: Path) -> None:
     optimizer.write_bytes(data[: len(data) // 2])
     model.write_bytes(b"")
     refuse(tag, errors.FormatError, "mp_rank_00_model_states.pt")
+
+
+def test_the_files_of_a_trainer_are_read_as_well(pool: RankPool, tmp_path: Path) -> None:
+    """A Trainer stores its scheduler, the generators and its state next to what the engine writes."""
+    pool.run(_save_kinds, str(tmp_path), ["zero2"], world_size=2, timeout_s=280)
+    folder = tmp_path / "zero2"
+    model, optimizer = _one_process()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    torch.save(scheduler.state_dict() | {"last_epoch": 3}, folder / "scheduler.pt")
+    for rank in range(2):
+        states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+        torch.save(states, folder / f"rng_state_{rank}.pth")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 2, "epoch": 0.5}))
+
+    state = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler, "extra_state": {}}
+    bcp.load(folder, state, cast="any")
+    assert scheduler.last_epoch == 3
+    found = bcp.open(folder)
+    assert (found.step, found.tree("extra_state")["global_step"], found.tree("extra_state")["epoch"]) == (2, 2, 0.5)
+    assert found.tree("extra_state")["global_steps"] == 2, "the engine's own counters stay"
+    bcp.load(folder, {"rng": bcp.RNGState()}, options={"per_rank": "lowest"})
+    assert found.manifest.world_size == 2
 
 
 def test_a_flipped_bit_is_found(pool: RankPool, tmp_path: Path) -> None:
