@@ -1,4 +1,4 @@
-"""Tell the checkpoints of this library from those that a trainer itself wrote."""
+"""Distinguish the checkpoints of this library from those that a trainer itself wrote."""
 
 from __future__ import annotations
 
