@@ -38,6 +38,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -52,7 +53,7 @@ from ..posix import map_os_error
 from ..remote.backend import Condition, Found, RemoteBackend
 from ..remote.failures import Failure, Meaning, OutOfRangeError, Secrets, common_failure
 from ..remote.parts import Upload, part_bytes_for
-from ..remote.session import EndpointSession, Request
+from ..remote.session import EndpointSession, Request, states_of_files
 from .connection import Connection, connect, flush_to_device, reject_caches, temporary_path
 
 _T = TypeVar("_T")
@@ -279,10 +280,12 @@ class FsspecBackend(RemoteBackend[EndpointSession]):
 
     def _take(self) -> Connection:
         """Return a connection that no other thread uses, unless threads may share it."""
+        files = states_of_files(self._options)
         try:
-            connection = self._idle.pop()
+            while (connection := self._idle.pop()).files != files:
+                pass
         except IndexError:
-            connection = connect(self._url, self._options)
+            connection = replace(connect(self._url, self._options), files=files)
         if connection.is_shareable:
             self._idle.append(connection)
             self.concurrent_deletes = _CONCURRENT_DELETES

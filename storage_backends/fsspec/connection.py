@@ -9,7 +9,7 @@ import errno
 import inspect
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,7 @@ class Connection:
         is_object_store: Whether an object appears as a whole, and the file system may be used by several threads.
         has_conditional_put: Whether the store decides ``if_absent``.
         has_rename: Whether ``mv`` is atomic, and replaces a file only when asked to.
+        files: The state of the files with credentials before it was created.
     """
 
     fs: Any
@@ -48,6 +49,7 @@ class Connection:
     is_object_store: bool
     has_conditional_put: bool
     has_rename: bool = False
+    files: Sequence[object] = ()
 
     @property
     def is_shareable(self) -> bool:

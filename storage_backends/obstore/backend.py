@@ -30,7 +30,7 @@ from ..keys import check_children_prefix, check_prefix, is_object_key
 from ..remote.backend import Condition, Found, RemoteBackend
 from ..remote.failures import Failure, Meaning, Secrets, ShortReplyError, common_failure
 from ..remote.parts import PARTS_IN_FLIGHT, Upload, part_bytes_for
-from ..remote.session import EndpointSession, Request, Sessions
+from ..remote.session import EndpointSession, Request, Sessions, states_of_files
 from .roots import SCHEMES, StoreRoot
 
 _PAGE = 1000
@@ -226,8 +226,9 @@ class ObstoreBackend(RemoteBackend[ObstoreClient]):
         _OfProcess.check(self.display_url)
         store_root, deadline_s = self._store_root, self.deadline_s
         options = (store_root.store, store_root.container, store_root.config, store_root.client_options, deadline_s)
+        files = states_of_files({**store_root.config, **store_root.client_options})
         try:
-            return _sessions.find(lambda: ObstoreClient(store_root, deadline_s), *options)
+            return _sessions.find(lambda: ObstoreClient(store_root, deadline_s), *options, files)
         except Exception as error:  # noqa: BLE001 - what it shows may be a secret
             secrets = _secrets_of(store_root)
             text = f"opening {self.display_url}: {secrets.hide(explain(error).text)}"

@@ -11,11 +11,12 @@ import asyncio
 import logging
 import os
 import random
+import stat
 import statistics
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ _HEDGE_AFTER_S = 1.0
 _HEDGE_SAMPLES = 8
 _MAX_SESSIONS = 8  # jobs that rotate tokens would otherwise keep one for each
 _MAX_HEDGED = 0.1  # of all requests: where a whole store is slow, doubling its load does not help
+_CREDENTIAL_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")
+_CREDENTIAL_FILES = ("~/.aws/credentials", "~/.config/gcloud/application_default_credentials.json")
 
 
 @dataclass(frozen=True)
@@ -255,3 +258,26 @@ class Sessions:
                 self._sessions.popitem(last=False)
             session: _S = found
             return session
+
+
+def states_of_files(options: Mapping[str, Any]) -> list[tuple[str | int, ...]]:
+    """Return the state of each file that may contain credentials of a client with these options.
+
+    Clients read such a file once. When its state changes, create a new one.
+    """
+    named = [value for name, value in os.environ.items() if name.startswith(_CREDENTIAL_VARIABLES)]
+    found: list[tuple[str | int, ...]] = []
+    for path in (*map(os.path.expanduser, _CREDENTIAL_FILES), *named, *_strings(options)):
+        with suppress(OSError, ValueError):
+            state = os.stat(path)
+            if stat.S_ISREG(state.st_mode):
+                found.append((path, state.st_ino, state.st_mtime_ns, state.st_size))
+    return found
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for one in value.values():
+            yield from _strings(one)
+    elif isinstance(value, str):
+        yield value

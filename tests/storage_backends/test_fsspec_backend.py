@@ -8,7 +8,7 @@ import io
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -123,6 +123,39 @@ class TestFsspecPlainFileSystem(StorageConformance):
     @pytest.fixture
     def backend(self, tmp_path: Path) -> FsspecBackend:
         return FsspecBackend(f"bcpplain://{tmp_path}/root")
+
+
+class _GuardedFileSystem(PlainFileSystem):
+    """Reads a file with a password when it is created, as clients of stores do."""
+
+    protocol = "bcpguarded"
+    password: ClassVar[str] = "old"
+
+    def __init__(self, *, login: Mapping[str, str], **options: Any) -> None:
+        super().__init__(**options)
+        self._password = Path(login["file"]).read_text()
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        if self._password != self.password:
+            raise PermissionError("the password is wrong")
+        content: bytes = super().cat_file(path, start=start, end=end, **options)
+        return content
+
+
+def test_credentials_that_are_replaced_in_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation(_GuardedFileSystem.protocol, _GuardedFileSystem, clobber=True)
+    (tmp_path / "password").write_text("old")
+    backend = FsspecBackend(f"bcpguarded://{tmp_path}/root", login={"file": str(tmp_path / "password")})
+    backend.put("object", b"x")
+    assert backend.get("object") == b"x"
+    monkeypatch.setattr(_GuardedFileSystem, "password", "new")
+    with pytest.raises(AccessDeniedError, match="the password is wrong"):
+        backend.get("object")
+    (tmp_path / "password").write_text("new!")
+    with pytest.raises(AccessDeniedError, match="the password is wrong"):
+        backend.get("object")
+    (tmp_path / "password").write_text("new")
+    assert backend.get("object") == b"x"
 
 
 class _CountingFileSystem(PlainFileSystem):

@@ -6,6 +6,7 @@ tests/stores tests it on Azurite, too.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -17,12 +18,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 pytest.importorskip("obstore")
 from google_front import GoogleFront
@@ -364,6 +368,36 @@ def test_what_errors_mean(backend: StorageBackend, front: GoogleFront) -> None:
         with pytest.raises(StorageError, match="bucket") as caught:
             operation()
         assert not isinstance(caught.value, KeyNotFoundError)
+
+
+def test_credentials_that_are_replaced_in_their_file(
+    front: GoogleFront, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old key is revoked, the file contains a new one: the next request uses it."""
+    private = rsa.generate_private_key(65537, 2048).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    account = {"type": "service_account", "client_email": "me@project", "private_key": private.decode()}
+
+    def provide(key: str) -> None:
+        (tmp_path / "new").write_text(json.dumps({**account, "private_key_id": key}))
+        (tmp_path / "new").replace(tmp_path / "account")
+
+    provide("old")
+    root, options = f"gs://{bucket}/{uuid.uuid4().hex}", {"endpoint_url": front.url}
+    named = open_backend(root, token=str(tmp_path / "account"), **options)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account"))
+    for backend in (named, open_backend(root, **options)):
+        provide("old")
+        front.rule = lambda exchange: "denied" if exchange.key != "old" else None
+        assert isinstance(backend, ObstoreBackend)
+        backend.put("object", _DATA)
+        front.rule = lambda exchange: "denied" if exchange.key != "new" else None
+        with pytest.raises(AccessDeniedError):
+            backend.get("object")
+        assert backend._session() is backend._session(), "no new client for the same credentials"
+        provide("new")
+        assert backend.get("object") == _DATA
+        _write(backend)
+        assert [found.size for found in backend.list()] == [len(_DATA)]
 
 
 def test_signatures_of_urls_are_not_shown() -> None:
