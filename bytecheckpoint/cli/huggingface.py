@@ -163,13 +163,11 @@ def export_command(
         )
         return
     section = section or "model"
-    if config_from is None:
-        related = kept_files(found)
-    else:
-        related = related_files(at(config_from).open())
-        if CONFIG_KEY not in related:
-            raise click.BadParameter(f"{config_from} has no {CONFIG_KEY}", param_hint="--config-from")
-    own_adapter_config = related.pop(ADAPTER_CONFIG_KEY, None)
+    stored = kept_files(found)
+    related = dict(stored) if config_from is None else related_files(at(config_from).open())
+    if config_from is not None and CONFIG_KEY not in related:
+        raise click.BadParameter(f"{config_from} has no {CONFIG_KEY}", param_hint="--config-from")
+    own_adapter_config = related.pop(ADAPTER_CONFIG_KEY, stored.get(ADAPTER_CONFIG_KEY))
     lora = None
     if how is not None:
         config = _adapter_config(adapter_config, own_adapter_config)

@@ -1,7 +1,8 @@
-"""The files that make a model stored whole a directory that Hugging Face's libraries and vLLM load.
+"""The files that Hugging Face's libraries and vLLM, or ``bcp export``, need in addition to the tensors.
 
-They are an index, which maps each tensor to its file, and the model's configuration if it has one. Both have the file
-kind ``companion``: they belong to the checkpoint, and no load reads them.
+A model that is stored whole gets an index, which maps each tensor to its file, and the model's configuration if it has
+one; in any layout, a model with an adapter of PEFT gets the configuration of the adapter, which has its scaling. They
+have the file kind ``companion``: they belong to the checkpoint, and no load reads them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 from ..engine.files import FileImage, data_key
 from ..errors import UsageError
-from ..format.hf_index import CONFIG_KEY, INDEX_KEY, index_document
+from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY, INDEX_KEY, index_document
 from ..format.manifest import COMPANION
 from ..planners import SavePlan
 from .options import SaveRequest
@@ -28,20 +29,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A section that is a model; ``config`` is its configuration as JSON, if it has one."""
+    """A section that is a model; ``config`` and ``adapter`` are its configuration and its adapter's, if it has them."""
 
     section: str
     config: bytes | None
+    adapter: bytes | None
+    is_whole: bool
 
 
-def find_models(state: Mapping[str, Any]) -> list[StoredModel]:
+def find_models(state: Mapping[str, Any], options: SaveRequest) -> list[StoredModel]:
     """Return the sections that are modules or lists of modules, and the section ``model``."""
     found = []
     for name, obj in sorted(state.items()):
         parts = obj if isinstance(obj, (list, tuple)) else [obj]
         modules = [part for part in parts if isinstance(part, nn.Module)]
         if name == "model" or (modules and len(modules) == len(parts)):
-            found.append(StoredModel(name, next((c for m in modules if (c := _config(m)) is not None), None)))
+            is_whole = options.layout == "whole" and options.stores_all_of(name)
+            config = next((c for m in modules if is_whole and (c := _config(m)) is not None), None)
+            adapter = next((c for m in modules if (c := _adapter_config(m)) is not None), None)
+            found.append(StoredModel(name, config, adapter, is_whole))
     return found
 
 
@@ -59,9 +65,9 @@ def refuse_adapters(state: Mapping[str, Any], options: SaveRequest) -> None:
         if options.stores_all_of(name) and any(map(_has_adapters, modules)):
             raise UsageError(
                 f"section {name!r} is a model with PEFT adapters, whose names from_pretrained does not know: with "
-                "layout='whole' the directory would load with random weights. Use layout='merged' or 'shards' for "
-                "checkpoints of training; for inference, call save_pretrained() for the adapter alone, or save "
-                "merge_and_unload() with layout='whole'"
+                "layout='whole' the directory would load with random weights. Use layout='merged' or 'shards', and "
+                "export the checkpoint: bcp export --lora peft writes the folder that PEFT loads, --lora merge the "
+                "merged model"
             )
 
 
@@ -73,7 +79,7 @@ def _has_adapters(module: nn.Module) -> bool:
 
 
 def companion_images(plan: SavePlan, models: Sequence[StoredModel], attempt: str) -> list[FileImage]:
-    """Return the companions of a plan that stores every tensor whole.
+    """Return the companions of a plan.
 
     The usual file names belong to the section ``model``, or to the only model of the state. The index of any other
     model is ``<section>.safetensors.index.json``.
@@ -81,10 +87,11 @@ def companion_images(plan: SavePlan, models: Sequence[StoredModel], attempt: str
     images = []
     for model in models:
         is_main = model.section == "model" or len(models) == 1
-        key = f"{attempt}/{INDEX_KEY if is_main else f'{model.section}.safetensors.index.json'}"
-        images.append(FileImage(key, model.section, COMPANION, _index(plan, model.section)))
-        if is_main and model.config is not None:
-            images.append(FileImage(f"{attempt}/{CONFIG_KEY}", model.section, COMPANION, model.config))
+        files = {ADAPTER_CONFIG_KEY: model.adapter if is_main else None}
+        if model.is_whole:
+            index = INDEX_KEY if is_main else f"{model.section}.safetensors.index.json"
+            files |= {index: _index(plan, model.section), CONFIG_KEY: model.config if is_main else None}
+        images += [FileImage(f"{attempt}/{key}", model.section, COMPANION, data) for key, data in files.items() if data]
     return images
 
 
@@ -117,6 +124,21 @@ def _config(module: nn.Module) -> bytes | None:
                 document["architectures"] = [type(part).__name__.removeprefix("FSDP")]
             return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
     return None
+
+
+def _adapter_config(module: nn.Module) -> bytes | None:
+    """Return what PEFT writes as the configuration of the model's adapter, if it has a single one."""
+    for part in _unwrapped(module):
+        configs = getattr(part, "peft_config", None)
+        if isinstance(configs, Mapping) and len(configs) == 1:
+            (config,) = configs.values()
+            document = {**config.to_dict(), "inference_mode": True}
+            return (json.dumps(document, indent=2, sort_keys=True, default=_plain) + "\n").encode()
+    return None
+
+
+def _plain(value: object) -> object:
+    return sorted(value, key=str) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def _unwrapped(module: nn.Module) -> Iterator[nn.Module]:

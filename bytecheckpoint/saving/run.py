@@ -65,7 +65,7 @@ class SaveRun:
         self._new_id = partial(new_attempt_id, options.job, is_staged=options.tier is not None)
         self._is_new = False  # there was no checkpoint at the path
         self._keys: list[str] = []  # of the files that this rank may write
-        self._models: list[StoredModel] = []  # that get an index and a configuration
+        self._models: list[StoredModel] = []  # that may get companions
 
     def step(self, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run the step of the protocol that has the name of ``run``: time it, and report a failure to all ranks."""
@@ -121,8 +121,8 @@ class SaveRun:
     ) -> StateCopy:
         """Copy this rank's share, or prepare to. ``complete`` is queued if it has to release memory for the copy."""
         copy = self._prepare_copy(local, share)
-        if self.op.rank == 0 and self.options.layout == "whole":
-            self._models = [model for model in find_models(state) if self.options.stores_all_of(model.section)]
+        if self.op.rank == 0:
+            self._models = find_models(state, self.options)
         with copy.reserved():
             if copy.mode is CopyMode.PIPELINED:
                 self.queue(lambda: complete(copy))

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import bytecheckpoint as bcp
+from bytecheckpoint.cli import cli
 from bytecheckpoint.errors import FormatError, NoValidCheckpointError, UsageError
 from bytecheckpoint.testing.ranks import RankPool, RanksFailed
 
@@ -175,7 +177,7 @@ def test_a_hostile_checkpoint_writes_nothing_outside(tmp_path: Path, name: str) 
 
 
 def test_adapters_alone(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model
     from trl import SFTTrainer
 
     class Tuner(BcpTrainerMixin, SFTTrainer):
@@ -197,6 +199,10 @@ def test_adapters_alone(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
     names = bcp.latest(tmp_path / "killed").manifest.tensors.names
     assert all("lora" in name for name in names if name.startswith("model."))
     assert tune("killed") == expected
+    exported = ["export", bcp.latest(tmp_path / "killed").url, str(tmp_path / "adapter"), "--lora", "peft"]
+    assert CliRunner().invoke(cli, exported).exit_code == 0
+    again = PeftModel.from_pretrained(make_model(), tmp_path / "adapter")
+    assert {name: one.double().sum().item() for name, one in again.named_parameters()} == expected["sums"]
 
 
 def test_a_push_of_checkpoint_folders_is_refused(tmp_path: Path) -> None:
