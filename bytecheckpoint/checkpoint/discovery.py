@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -24,7 +26,7 @@ from ..errors import (
     UnsupportedVersionError,
     UsageError,
 )
-from ..format.manifest import MANIFEST_KEY, Manifest
+from ..format.manifest import MANIFEST_KEY, Manifest, Summary
 from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.messages import listed
 from ..runtime.threads import Threads
@@ -32,7 +34,7 @@ from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX, attempts_among
 from .lineage import Abandoned, OrderKey, abandoned_in, order_key, series_of, step_of, trailing_number
 from .location import Location
-from .manifest_file import read_manifest
+from .manifest_file import read_manifest, read_summary
 from .nearest import open_nearest
 from .sweep import missing_files
 
@@ -155,9 +157,9 @@ def find_best(
     """
     sign = -1.0 if mode == "min" else 1.0
 
-    def rank(one: CompleteCheckpoint, abandoned: Container[str]) -> tuple[float, OrderKey] | None:
-        value = metric_of(one.manifest, metric)
-        return None if value is None else (sign * value, one.order_key(abandoned))
+    def rank(name: str, one: Summary, abandoned: Container[str]) -> tuple[float, OrderKey] | None:
+        value = metric_of(one, metric)
+        return None if value is None else (sign * value, order_key(name, one, abandoned))
 
     return _first_by(rank, root, deadline_s)
 
@@ -169,13 +171,16 @@ def find_milestone(
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> CompleteCheckpoint | None:
     """Return the complete checkpoint that was saved as this milestone; of several, the newest."""
-    return _first_by(
-        lambda one, abandoned: one.order_key(abandoned) if one.milestone == name else None, root, deadline_s
-    )
+
+    def rank(folder: str, one: Summary, abandoned: Container[str]) -> OrderKey | None:
+        return order_key(folder, one, abandoned) if milestone_of(one) == name else None
+
+    return _first_by(rank, root, deadline_s)
 
 
-_Rank: TypeAlias = Callable[[CompleteCheckpoint, Container[str]], tuple[Any, ...] | None]
-"""Returns a key, of which the highest decides; None for a checkpoint that does not count. Abandoned ones are passed."""
+_Rank: TypeAlias = Callable[[str, Summary, Container[str]], tuple[Any, ...] | None]
+"""Returns the key of a checkpoint, of which the highest decides; None if it does not count. Abandoned attempts are
+passed."""
 
 
 def _first_by(rank: _Rank, root: Location, deadline_s: float) -> CompleteCheckpoint | None:
@@ -184,8 +189,8 @@ def _first_by(rank: _Rank, root: Location, deadline_s: float) -> CompleteCheckpo
     Those that were saved on an exception have none.
     """
     top = open_nearest(root, deadline_s)
-    seen = _search(root, top, (), deadline_s, rank, stops_early=False)
-    if not seen.complete:
+    seen = _search(root, top, (), deadline_s, rank)
+    if not seen.is_any:
         check_is_root(top)
     return seen.first
 
@@ -195,84 +200,112 @@ class _Seen:
     """What a search has found among the direct children of a root."""
 
     abandoned: frozenset[str]  # attempts
-    complete: int = 0  # how many are complete
-    first: CompleteCheckpoint | None = None  # of the highest key; the manifests of all may not fit in memory
-    key: tuple[Any, ...] = ()
+    is_any: bool = False  # there are checkpoints, if only ones that do not count
+    first: CompleteCheckpoint | None = None  # the manifests of all may not fit in memory
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the two
     on_exception: list[str] = field(default_factory=list)  # names; of checkpoints that were saved on an exception
     problems: dict[str, str] = field(default_factory=dict)  # by name, why something that a save left is not complete
     damaged: list[str] = field(default_factory=list)  # messages
     foreign: dict[str, list[str]] = field(default_factory=dict)  # by name, files of checkpoints of other systems
     removed: list[str] = field(default_factory=list)  # names; of what was listed, and was not there any more
 
-    def add(self, found: CompleteCheckpoint, key: tuple[Any, ...] | None) -> None:
-        self.complete += 1
-        if key is not None and (self.first is None or key > self.key):
-            self.first, self.key = found, key
+    def add(self, found: CompleteCheckpoint) -> None:
+        with self.lock:
+            self.is_any = True
+            if self.first is None or found.order_key() > self.first.order_key():
+                self.first = found
 
 
 def _search(
-    root: Location,
-    top: StorageBackend,
-    excluding: Container[str],
-    deadline_s: float,
-    rank: _Rank = CompleteCheckpoint.order_key,
-    *,
-    stops_early: bool = True,
+    root: Location, top: StorageBackend, excluding: Container[str], deadline_s: float, rank: _Rank | None = None
 ) -> _Seen:
     """Search until nothing that was listed has been removed meanwhile, as jobs do after a commit.
 
     A search that finds nothing is therefore repeated, unless there is nothing, until it finds the same again.
     """
-    seen, before = _search_once(root, top, excluding, deadline_s, rank, stops_early=stops_early), None
+    search = partial(_Search, root, top, deadline_s, rank)
+    seen, before = search().run(excluding), None
     for _ in range(_MOST_SEARCHES):
         now = seen.problems, seen.removed
-        if not any(now) or now == before or (seen.complete and not seen.removed):
+        if not any(now) or now == before or (seen.is_any and not seen.removed):
             break
-        seen, before = _search_once(root, top, excluding, deadline_s, rank, stops_early=stops_early), now
-    for message in seen.damaged:
+        seen, before = search().run(excluding), now
+    for message in sorted(seen.damaged):
         _log.warning("skipped an invalid checkpoint: %s", message)
     return seen
 
 
-def _search_once(
-    root: Location,
-    top: StorageBackend,
-    excluding: Container[str],
-    deadline_s: float,
-    rank: _Rank,
-    *,
-    stops_early: bool,
-) -> _Seen:
-    children = top.list_children("")
-    seen, ended = _Seen(abandoned_in(top, children).attempts), set[str]()
-    for name in sorted(folders_of(children), key=trailing_number, reverse=True):
-        series, number = series_of(name), trailing_number(name)
-        if number >= 0 and series in ended:
-            continue
-        if name in excluding:
-            seen.problems[name] = "loading it failed before"
-            continue
+@dataclass
+class _Search:
+    """One pass over the children of a root, of which several are read at the same time.
+
+    Without ``rank``, it searches the newest one. With it, it reads the summaries of all, and the manifest of the first.
+    """
+
+    root: Location
+    top: StorageBackend
+    deadline_s: float
+    rank: _Rank | None
+
+    def run(self, excluding: Container[str]) -> _Seen:
+        children = self.top.list_children("")
+        self.seen = seen = _Seen(abandoned_in(self.top, children).attempts)
+        names = sorted(folders_of(children), key=trailing_number, reverse=True)
+        seen.problems |= {name: "loading it failed before" for name in names if name in excluding}
+        names = [name for name in names if name not in excluding]
+        with Threads(_READERS, thread_name_prefix="bcp-search") as threads:
+            for _ in threads.map(self._find_first, self._groups(names, threads)):
+                pass
+        seen.removed.sort()
+        seen.problems = dict(sorted(seen.problems.items(), key=lambda one: trailing_number(one[0]), reverse=True))
+        return seen
+
+    def _groups(self, names: Sequence[str], threads: Threads) -> Iterable[Sequence[str]]:
+        """Return names in groups, in each of which the first complete checkpoint is searched."""
+        if self.rank is not None:
+            ranks = zip(threads.map(self._rank_of, names), names, strict=True)
+            return [[name for _, name in sorted([(key, name) for key, name in ranks if key is not None], reverse=True)]]
+        series = defaultdict[tuple[str, bool], list[str]](list)
+        for name in names:
+            series[series_of(name), trailing_number(name) >= 0].append(name)
+        return series.values()
+
+    def _rank_of(self, name: str) -> tuple[Any, ...] | None:
+        with self._noting(name):
+            summary = read_summary(open_nearest(self.root.join(name), self.deadline_s))
+            if self.rank is not None and not is_exception_save(summary):
+                self.seen.is_any = True
+                return self.rank(name, summary, self.seen.abandoned)
+        return None
+
+    def _find_first(self, names: Sequence[str]) -> None:
+        seen, is_newest = self.seen, self.rank is None
+        for name in names:
+            with self._noting(name):
+                found = open_committed(self.root, name, self.deadline_s)
+                if is_newest and found.manifest.attempt in seen.abandoned:
+                    command = f"bcp rollback {self.top.display_url} {found.step}"
+                    seen.problems[name] = f"a rollback has abandoned it; to take that back: {command}"
+                    continue
+                _check_files_complete(found.backend, found.manifest)
+                if is_exception_save(found.manifest):
+                    seen.on_exception.append(name)
+                    continue
+                seen.add(found)
+                if not is_newest or found.manifest.step in (None, trailing_number(name)):
+                    return
+
+    @contextmanager
+    def _noting(self, name: str) -> Iterator[None]:
+        """Note why a checkpoint cannot be read."""
         try:
-            found = open_committed(root, name, deadline_s)
-            if stops_early and found.manifest.attempt in seen.abandoned:
-                command = f"bcp rollback {top.display_url} {found.step}"
-                seen.problems[name] = f"a rollback has abandoned it; to take that back: {command}"
-                continue
-            _check_files_complete(found.backend, found.manifest)
+            yield
         except CheckpointNotFoundError:
-            seen.removed.append(name)
+            self.seen.removed.append(name)
         except CheckpointError as error:
-            if stops_early and isinstance(error, UnsupportedVersionError):
+            if self.rank is None and isinstance(error, UnsupportedVersionError):
                 raise  # it is probably complete, and resuming from an older one would silently lose work
-            _note_invalid(seen, top, name, error)
-        else:
-            if is_exception_save(found.manifest):
-                seen.on_exception.append(name)
-            else:
-                seen.add(found, rank(found, seen.abandoned))
-                if stops_early and found.manifest.step in (None, number):
-                    ended.add(series)
-    return seen
+            _note_invalid(self.seen, self.top, name, error)
 
 
 def _note_invalid(seen: _Seen, top: StorageBackend, name: str, error: CheckpointError) -> None:
@@ -289,14 +322,14 @@ def _note_invalid(seen: _Seen, top: StorageBackend, name: str, error: Checkpoint
     seen.problems[name] = str(error)  # without a manifest, that of a save in progress or of one that failed
 
 
-def metric_of(manifest: Manifest, metric: str) -> float | None:
+def metric_of(manifest: Summary, metric: str) -> float | None:
     """Return a number in the checkpoint's metrics, or else in its metadata; None if it has none or NaN."""
     metrics = manifest.metadata.get(METRICS_KEY)
     value = metrics.get(metric) if isinstance(metrics, Mapping) else None
     return _number(manifest.metadata.get(metric) if value is None else value)
 
 
-def metrics_of(manifest: Manifest) -> dict[str, float]:
+def metrics_of(manifest: Summary) -> dict[str, float]:
     """Return the numbers in the checkpoint's metrics, without NaN."""
     metrics = manifest.metadata.get(METRICS_KEY)
     found = {str(name): _number(value) for name, value in metrics.items()} if isinstance(metrics, Mapping) else {}
@@ -309,13 +342,13 @@ def _number(value: object) -> float | None:
     return float(value)
 
 
-def milestone_of(manifest: Manifest) -> str | None:
+def milestone_of(manifest: Summary) -> str | None:
     """Return the milestone's name in the checkpoint's metadata."""
     name = manifest.metadata.get(MILESTONE_KEY)
     return name if isinstance(name, str) else None
 
 
-def is_exception_save(manifest: Manifest) -> bool:
+def is_exception_save(manifest: Summary) -> bool:
     """Whether the checkpoint was saved because training failed, so that its state may be half-way through a step."""
     return isinstance(manifest.metadata.get(EXCEPTION_KEY), Mapping)
 
@@ -395,7 +428,6 @@ class Listing:
         created: Time of the save: UTC, RFC 3339.
         world_size: Ranks that saved the checkpoint.
         sections: Names of the checkpoint's sections.
-        tensors: Number of tensors.
         files: Number of data files.
         size: Bytes of all data files.
         abandoned: Whether a rollback has abandoned it.
@@ -412,7 +444,6 @@ class Listing:
     created: str = ""
     world_size: int = 0
     sections: tuple[str, ...] = ()
-    tensors: int = 0
     files: int = 0
     size: int = 0
     abandoned: bool = False
@@ -467,7 +498,7 @@ def _list_folder(root: Location, depth: int, folder: _Folder) -> tuple[Listing |
     attempts = tuple(attempts_among(children))
     if MANIFEST_KEY in children:
         try:
-            manifest = read_manifest(backend)
+            manifest = read_summary(backend)
         except CheckpointError as error:
             return Listing(name, backend.url, "broken", str(error), attempts), []
         return _committed(
@@ -486,7 +517,7 @@ def _list_folder(root: Location, depth: int, folder: _Folder) -> tuple[Listing |
     return found, [(one if name == "." else f"{name}/{one}", below) for one in inner]
 
 
-def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str], *, is_abandoned: bool) -> Listing:
+def _committed(name: str, url: str, manifest: Summary, attempts: Sequence[str], *, is_abandoned: bool) -> Listing:
     return Listing(
         name,
         url,
@@ -496,7 +527,6 @@ def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str],
         created=manifest.created,
         world_size=manifest.world_size,
         sections=tuple(section.name for section in manifest.sections),
-        tensors=len(manifest.tensors),
         files=len(manifest.files),
         size=manifest.file_bytes,
         abandoned=is_abandoned,

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import msgpack
 
 from ..errors import FormatError, KeyNotFoundError
-from ..format.manifest import Manifest
+from ..format.manifest import Summary
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
 
@@ -39,12 +39,12 @@ def series_of(name: str) -> str:
     return _TRAILING_NUMBER.sub("", name)
 
 
-def step_of(name: str, manifest: Manifest) -> int:
+def step_of(name: str, manifest: Summary) -> int:
     """Return the step that a checkpoint was stored with; else the number at the end of its name, or -1."""
     return trailing_number(name) if manifest.step is None else manifest.step
 
 
-def order_key(name: str, manifest: Manifest, abandoned: Container[str] = ()) -> OrderKey:
+def order_key(name: str, manifest: Summary, abandoned: Container[str] = ()) -> OrderKey:
     """Return the key by which checkpoints of a root are sorted from the oldest to the newest.
 
     First come those that a rollback has ``abandoned``. Steps decide, and for equal steps the time of the save.

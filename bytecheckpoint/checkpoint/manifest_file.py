@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..engine.objects import OBJECTS
 from ..errors import (
@@ -23,7 +24,16 @@ from ..errors import (
     UsageError,
 )
 from ..format.lfs import refuse_pointer
-from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, START, Manifest, decode, encode
+from ..format.manifest import (
+    MANIFEST_KEY,
+    MAX_MANIFEST_BYTES,
+    START,
+    Manifest,
+    Summary,
+    decode,
+    decode_summary,
+    encode,
+)
 from ..storage_backends import folder_name
 from ..storage_backends.base import Conditions, StorageBackend
 from .attempts import ATTEMPT_PREFIX
@@ -32,6 +42,8 @@ _MAX_TRIES = 16  # to replace a manifest that other saves replace at the same mo
 
 # What a store that has not answered gets again, twice at most: to end its uploads, and to remove files.
 _LEAST_S = 0.75
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -74,14 +86,23 @@ def read_manifest_bytes(backend: StorageBackend) -> bytes:
 
 def read_manifest(backend: StorageBackend) -> Manifest:
     """Return the decoded and validated manifest. Errors name the checkpoint's URL."""
+    return _read(backend, decode)
+
+
+def read_summary(backend: StorageBackend) -> Summary:
+    """Return the summary of a manifest, whose checksum is verified. Errors name the checkpoint's URL."""
+    return _read(backend, decode_summary)
+
+
+def _read(backend: StorageBackend, decoded: Callable[[bytes], _T]) -> _T:
     data = read_manifest_bytes(backend)
     try:
-        return decode_manifest(data, backend.url)
+        return _decode(data, backend.url, decoded)
     except CheckpointError:
         again = read_manifest_bytes(backend)
         if again == data:
             raise
-    return decode_manifest(again, backend.url)
+    return _decode(again, backend.url, decoded)
 
 
 def find_manifest(backend: StorageBackend) -> Manifest | None:
@@ -94,8 +115,12 @@ def find_manifest(backend: StorageBackend) -> Manifest | None:
 
 def decode_manifest(data: bytes, url: str) -> Manifest:
     """Decode and validate a manifest. Errors name ``url``."""
+    return _decode(data, url, decode)
+
+
+def _decode(data: bytes, url: str, decoded: Callable[[bytes], _T]) -> _T:
     try:
-        return decode(data)
+        return decoded(data)
     except BytecheckpointError as error:
         raise type(error)(f"{url}/{MANIFEST_KEY}: {error}") from error
 

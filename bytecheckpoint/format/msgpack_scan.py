@@ -35,6 +35,8 @@ _WITH_EXTENSIONS = {
 }
 # fmt: on
 
+_MOST_KEYS = 64
+
 
 def scan_msgpack(what: str, data: bytes, *, max_depth: int = 64, extensions: bool = False) -> None:
     """Raise ``FormatError`` unless ``data`` is exactly one msgpack value with room for every item that it claims.
@@ -82,8 +84,20 @@ def unpack_plain(what: str, data: bytes, *, max_depth: int = 64) -> Any:
     Raises ``FormatError`` for anything else.
     """
     scan_msgpack(what, data, max_depth=max_depth)
+    return _unpack(what, data)
+
+
+def unpack_maps(what: str, data: bytes) -> Any:
+    """Decode a document like ``unpack_plain``, which has small maps only, and no arrays.
+
+    It needs no scan: nothing is allocated for what such a document announces.
+    """
+    return _unpack(what, data, max_array_len=0, max_map_len=_MOST_KEYS, max_ext_len=0)
+
+
+def _unpack(what: str, data: bytes, **limits: int) -> Any:
     try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=True, object_pairs_hook=_unique)
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, object_pairs_hook=_unique, **limits)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise FormatError(f"{what}: not a msgpack document of plain values: {error}") from None
 

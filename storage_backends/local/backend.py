@@ -352,7 +352,7 @@ class LocalBackend(StorageBackend):
         _check_encodable(prefix)
         self._root.check_is_directory(action)
         top = self._root.resolved()
-        directory = os.path.realpath(os.path.join(top, prefix))
+        directory = os.path.realpath(os.path.join(top, prefix)) if prefix else top
         if not is_within(directory, top):
             raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {directory}")
         return directory, top
@@ -421,6 +421,9 @@ def _list_tree(
 
 def _has_objects(directory: str, top: str, accept: Callable[[str], bool]) -> bool:
     """Whether ``_list_tree`` would yield anything. Stops at the first file."""
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
+        if any(accept(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries):
+            return True
     return next(iter(_list_tree(directory, "", top, accept)), None) is not None
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ pytest.importorskip("s3fs")
 from s3_faults import Exchange, FaultProxy, fault_proxy
 
 import bytecheckpoint as bcp
+from bytecheckpoint.checkpoint.discovery import find_best, list_checkpoints
 from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
@@ -181,6 +183,28 @@ def test_latest_of_three(store: _Store) -> None:
     assert newest.url == f"{store.root}/step-3"
     # The names below the root, the manifest of the newest, and the sizes of all its files.
     assert kinds == Counter(list=2, get=1)
+
+
+@pytest.mark.parametrize("search", ["all", "best"])
+def test_a_search_of_all_three(store: _Store, search: str) -> None:
+    """It reads their manifests at the same time."""
+    root = bcp.Location(store.root, storage_options=store.options)
+    for step in (1, 2, 3):
+        bcp.save(root.join(f"step-{step}"), {"extra_state": {}}, step=step, metadata={"metrics": {"loss": step / 10}})
+    store.proxy.rule = lambda exchange: "wait" if exchange.path.endswith("manifest.msgpack") else None
+    find: Callable[[], Any] = partial(find_best, root, "loss", "min")
+    with ThreadPoolExecutor(1) as pool:
+        searching = pool.submit(store.count, partial(list_checkpoints, root) if search == "all" else find)
+        for _ in range(3):
+            assert store.proxy.waiting.acquire(timeout=time_limit(60))
+        store.proxy.go_on.set()
+        found, kinds = searching.result(time_limit(60))
+    if search == "all":
+        assert [one.metrics for one in found] == [{"loss": step / 10} for step in (1, 2, 3)]
+        assert kinds == Counter(list=1 + 3, get=3)
+    else:
+        assert found.step == 1
+        assert kinds == Counter(list=2, get=3 + 1), "of all but the best one, only the manifest"
 
 
 def test_an_incremental_save(store: _Store) -> None:

@@ -6,8 +6,17 @@ it; ``payload`` encodes it as ``columns``, and ``envelope`` adds the version and
 
 from __future__ import annotations
 
-from .document import Manifest, SectionInfo, timestamp
-from .envelope import FORMAT_VERSION, MANIFEST_KEY, MANIFEST_TRAILER, MAX_MANIFEST_BYTES, START, decode, encode
+from .document import Manifest, SectionInfo, Summary, timestamp
+from .envelope import (
+    FORMAT_VERSION,
+    MANIFEST_KEY,
+    MANIFEST_TRAILER,
+    MAX_MANIFEST_BYTES,
+    START,
+    decode,
+    decode_summary,
+    encode,
+)
 from .files import (
     COMPANION,
     MAX_ENCODED_CHUNK,
@@ -34,7 +43,9 @@ __all__ = [
     "Manifest",
     "ReferenceTable",
     "SectionInfo",
+    "Summary",
     "decode",
+    "decode_summary",
     "encode",
     "encoded_head",
     "is_encoded",

@@ -31,17 +31,11 @@ class SectionInfo:
 
 
 @dataclass(eq=False)
-class Manifest:
-    """The contents of one checkpoint. Do not change an instance: look-ups cache what they compute.
+class Summary:
+    """What a manifest states without its tables of tensors and shards, which are most of it.
 
     ``created`` is RFC 3339 in UTC with microseconds; ``attempt`` is the directory of all files; ``metadata`` is the
-    user's plain values, and ``save_times`` how long the save took, which may be anything or empty in a manifest that
-    was read. ``tensors`` are sorted by full name; ``scope`` is -1 for a tensor of the whole job, else the
-    rank that alone has it. ``shards`` are sorted by (tensor, offsets); ``shard_offset`` counts bytes from the data
-    start of file ``shard_file``, as if it were not encoded. ``checksums`` are those of all shards' chunks, in shard
-    order. ``aliases`` are pairs of full names (alias, tensor that stores its bytes), sorted. If ``is_shared``, the
-    files are objects of the root, to which its other checkpoints may refer. After a rename, ``tensors`` are not sorted,
-    and ``row_of`` is the row of each name.
+    user's plain values.
     """
 
     library_version: str
@@ -52,6 +46,26 @@ class Manifest:
     metadata: dict[str, Any]
     sections: list[SectionInfo]
     files: FileTable
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all data files."""
+        return int(self.files.size.sum())
+
+
+@dataclass(eq=False)
+class Manifest(Summary):
+    """The contents of one checkpoint. Do not change an instance: look-ups cache what they compute.
+
+    ``tensors`` are sorted by full name; ``scope`` is -1 for a tensor of the whole job, else the rank that alone has it.
+    ``shards`` are sorted by (tensor, offsets); ``shard_offset`` counts bytes from the data start of file
+    ``shard_file``, as if it were not encoded. ``checksums`` are those of all shards' chunks, in shard order.
+    ``aliases`` are pairs of full names (alias, tensor that stores its bytes), sorted. If ``is_shared``, the files are
+    objects of the root, to which its other checkpoints may refer. After a rename, ``tensors`` are not sorted, and
+    ``row_of`` is the row of each name. ``save_times`` is how long the save took, which may be anything or empty in a
+    manifest that was read.
+    """
+
     tensors: TensorTable
     scope: Int64
     shards: BoxTable
@@ -182,11 +196,6 @@ class Manifest:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return int(self.shard_nbytes.sum())
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of all data files."""
-        return int(self.files.size.sum())
 
     @property
     def references(self) -> ReferenceTable:

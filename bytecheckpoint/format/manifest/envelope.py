@@ -12,9 +12,9 @@ import zstandard
 
 from ...errors import CorruptionError, FormatError, UnsupportedVersionError
 from ..msgpack_scan import scan_msgpack
-from .document import Manifest
-from .payload import pack_payload, unpack_payload
-from .validation import validate
+from .document import Manifest, Summary
+from .payload import pack_payload, unpack_payload, unpack_summary
+from .validation import validate, validate_summary
 
 FORMAT_VERSION = 1
 """The version that this library reads and writes."""
@@ -66,6 +66,22 @@ def decode(data: bytes) -> Manifest:
     Raises ``CorruptionError`` if bytes are damaged or missing, ``UnsupportedVersionError`` for a version or codec that
     this library does not read, and ``FormatError`` for an intact document that breaks a rule.
     """
+    manifest = unpack_payload(_payload(data))
+    validate(manifest)
+    return manifest
+
+
+def decode_summary(data: bytes) -> Summary:
+    """Return the summary of the manifest that ``data`` encodes. Only the summary is validated.
+
+    Raises as ``decode``.
+    """
+    summary = unpack_summary(_payload(data))
+    validate_summary(summary)
+    return summary
+
+
+def _payload(data: bytes) -> bytes:
     if not data.startswith(START[1:], 1):
         raise CorruptionError(
             f"not a manifest, or damaged at its start ({len(data)} bytes, first {data[:16].hex() or 'none'})"
@@ -75,9 +91,7 @@ def decode(data: bytes) -> Manifest:
             f"checksum mismatch in the manifest ({len(data)} bytes): it was truncated or changed after it was written; "
             f"restore the file or load an earlier checkpoint"
         )
-    manifest = unpack_payload(_expand(*_open_envelope(data)))
-    validate(manifest)
-    return manifest
+    return _expand(*_open_envelope(data))
 
 
 def _open_envelope(data: bytes) -> tuple[str, int, bytes]:

@@ -15,7 +15,7 @@ import numpy as np
 from ...errors import UnsupportedVersionError
 from ...tensors.dtypes import DTYPES
 from ...tensors.tables import Int64, ragged_positions
-from .document import Manifest
+from .document import Manifest, Summary
 from .files import FILE_KINDS, is_encoded
 from .tiling import check_tilings, reject, tensor_of_shard
 
@@ -33,8 +33,7 @@ _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
 def validate(manifest: Manifest) -> None:
     """Raise ``FormatError``, or ``UnsupportedVersionError`` for an unknown kind or codec, if a rule is broken."""
-    _check_job(manifest)
-    _check_sections(manifest)
+    validate_summary(manifest)
     _check_files(manifest)
     _check_references(manifest)
     _check_tensors(manifest)
@@ -43,6 +42,12 @@ def validate(manifest: Manifest) -> None:
     _check_ranges(manifest)
     _check_checksums(manifest)
     _check_aliases(manifest)
+
+
+def validate_summary(summary: Summary) -> None:
+    """Raise ``FormatError`` if a rule about the job or the names of sections is broken."""
+    _check_job(summary)
+    _check_sections(summary)
 
 
 def validate_foreign(manifest: Manifest) -> None:
@@ -67,7 +72,7 @@ def validate_foreign(manifest: Manifest) -> None:
     _check_aliases(manifest)
 
 
-def _check_job(manifest: Manifest) -> None:
+def _check_job(manifest: Summary) -> None:
     if not 1 <= manifest.world_size <= _MAX_WORLD:
         reject(f"world size {manifest.world_size}")
     if manifest.step is not None and not 0 <= manifest.step < 1 << 63:
@@ -80,13 +85,11 @@ def _check_job(manifest: Manifest) -> None:
         reject("library version is too long")
 
 
-def _check_sections(manifest: Manifest) -> None:
+def _check_sections(manifest: Summary) -> None:
     names = [section.name for section in manifest.sections]
     bad = next((name for name in names if not _SECTION.fullmatch(name)), None)
     if bad is not None or len(set(names)) != len(names):
         reject(f"section name {bad!r:.80} is not allowed" if bad is not None else "a section name occurs twice")
-    if manifest.tensors.sections != names:
-        reject(f"the tensors refer to sections {manifest.tensors.sections}, not {names}")
 
 
 def _check_files(manifest: Manifest) -> None:
@@ -178,6 +181,9 @@ def _check_column(what: str, column: Int64, low: int, high: int, names: list[str
 
 def _check_tensors(manifest: Manifest) -> None:
     tensors, names = manifest.tensors, manifest.tensors.names
+    sections = [section.name for section in manifest.sections]
+    if tensors.sections != sections:
+        reject(f"the tensors refer to sections {tensors.sections}, not {sections}")
     columns = (tensors.section, tensors.dtype, tensors.ndim, manifest.scope)
     if any(len(column) != len(names) for column in columns) or int(tensors.starts[-1]) != len(tensors.shape):
         reject("columns of tensors differ in length")
