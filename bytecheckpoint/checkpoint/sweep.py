@@ -144,6 +144,7 @@ def sweep(
     has_ended: Callable[[str], bool] = lambda attempt: False,
     needed: Collection[str] = (),
     held_s: float = 0.0,
+    is_dry_run: bool = False,
 ) -> Swept:
     """Remove the objects that no checkpoint of the root needs. The caller holds the lease of the root.
 
@@ -153,6 +154,7 @@ def sweep(
         has_ended: Whether that of another attempt has; those that are older than 24 hours have anyway.
         needed: Names of objects that are needed according to the caller.
         held_s: For how long the caller has held the lease.
+        is_dry_run: Remove nothing, which needs no lease.
 
     Raises:
         StorageError: The store failed. Objects may remain.
@@ -175,16 +177,18 @@ def sweep(
 
     attempts = {attempt for attempt in {key.partition("/")[0] for key in stored} if is_over(attempt)}
     unneeded = sorted(key for key in stored if key not in named and key.partition("/")[0] in attempts)
-    if unneeded and held_s < root.staleness_s():
+    found = Swept(len(unneeded), sum(stored[key] for key in unneeded))
+    if is_dry_run or not unneeded:
+        return found
+    if held_s < root.staleness_s():
         return Swept(
             problem=f"{len(unneeded)} shared files that seem unneeded are kept: on this file system, a listing may "
             f"lack what another host has just saved. A manager removes them once it has held the root for "
-            f"{root.staleness_s():g} s, and bcp rm --incomplete waits for that"
+            f"{root.staleness_s():g} s, and bcp clean waits for that"
         )
     root.delete([f"{OBJECTS}/{key}" for key in unneeded])
-    if unneeded:
-        _log.info("%s: removed %d objects that no checkpoint needs", root.display_url, len(unneeded))
-    return Swept(len(unneeded), sum(stored[key] for key in unneeded))
+    _log.info("%s: removed %d objects that no checkpoint needs", root.display_url, len(unneeded))
+    return found
 
 
 def uncommitted(root: StorageBackend) -> dict[str, float]:
@@ -230,11 +234,22 @@ def remove_uncommitted(root: StorageBackend, older_than_s: float) -> tuple[list[
             old = [name for name, age_s in uncommitted(root).items() if age_s >= older_than_s]
             for name in old:
                 remove_attempt(root, name)
-            return old, sweep(
-                root, has_ended=lambda attempt: _age_s(attempt) >= older_than_s, held_s=root.staleness_s()
-            )
+            return old, sweep_older(root, older_than_s)
     except RootInUseError as error:
         return [], Swept(problem=str(error))
+
+
+def sweep_older(root: StorageBackend, older_than_s: float, *, is_dry_run: bool = False) -> Swept:
+    """Sweep what attempts have left that are so old. The caller has held the lease as long as a listing may be stale.
+
+    Not if it ``is_dry_run``. Raises as ``sweep``.
+    """
+    return sweep(
+        root,
+        has_ended=lambda attempt: _age_s(attempt) >= older_than_s,
+        held_s=root.staleness_s(),
+        is_dry_run=is_dry_run,
+    )
 
 
 def _folders(root: StorageBackend) -> list[str]:

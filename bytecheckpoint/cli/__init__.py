@@ -37,7 +37,8 @@ _COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "copy": ("copying", "Copy a checkpoint, on the same store or to another."),
         "upload": ("copying", "Finish the uploads of checkpoints in a local directory."),
         "rollback": ("maintenance", "Make an older step the newest one."),
-        "rm": ("maintenance", "Remove a checkpoint, or what failed saves have left."),
+        "rm": ("maintenance", "Remove a checkpoint."),
+        "clean": ("incomplete", "Remove what failed saves and uploads have left."),
     },
     "Deliver": {
         "push": ("push", "Push weights into running engines."),

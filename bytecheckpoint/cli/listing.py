@@ -18,7 +18,7 @@ from ..checkpoint.discovery import (
     newest_listed,
 )
 from ..errors import CheckpointNotFoundError
-from .incomplete import list_incomplete, waiting_uploads
+from .incomplete import waiting_uploads
 from .options import EXIT_CORRUPT, DependentOption, Locate, command
 from .output import Output, age_text, size_text
 
@@ -30,24 +30,16 @@ _FIELDS_OF_ANY_FOLDER = ("name", "url", "status", "problem", "attempts")
 @click.option(
     "-d",
     "--depth",
-    cls=DependentOption,
-    excludes=("--incomplete",),
     type=click.IntRange(0, 32),
     default=1,
     show_default=True,
     help="How many levels of folders below ROOT to search.",
 )
-@click.option(
-    "--incomplete", is_flag=True, help="List instead the uncommitted attempts, and the uploads that were not completed."
-)
-def ls_command(out: Output, at: Locate, root: str, *, depth: int, incomplete: bool) -> None:
+def ls_command(out: Output, at: Locate, root: str, *, depth: int) -> None:
     """List the checkpoints below ROOT, and the folders that are not checkpoints, with the reason.
 
     Exits with 4 if a manifest cannot be read. Saves that were never committed are listed, but are not an error.
     """
-    if incomplete:
-        list_incomplete(out, at, root)
-        return
     found = list_checkpoints(at(root), depth=depth)
     latest = newest_listed(at(root), found)
     waiting = waiting_uploads(at(root))

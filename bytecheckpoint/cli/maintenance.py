@@ -21,7 +21,6 @@ from ..foreign.opening import CheckpointSource
 from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..telemetry.trace_files import merge_traces
-from .incomplete import remove_incomplete
 from .options import EXIT_NEGATIVE, DependentOption, Locate, checked, command, not_negative
 from .output import Output, size_text
 from .rules_options import rules_options
@@ -202,33 +201,13 @@ def average_command(
 @command("rm")
 @click.argument("checkpoint")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
-@click.option(
-    "--incomplete",
-    is_flag=True,
-    help="Remove instead what failed saves have left below a root: uncommitted attempts, uploads to an object store "
-    "that were not completed, and shared files that no checkpoint needs. Lists them first.",
-)
-@click.option(
-    "--older-than",
-    cls=DependentOption,
-    needs="--incomplete",
-    type=float,
-    callback=not_negative,
-    default=24.0,
-    show_default=True,
-    metavar="HOURS",
-    help="With --incomplete: only those that were begun so long ago. Younger ones may belong to a running save.",
-)
-def rm_command(out: Output, at: Locate, checkpoint: str, *, yes: bool, incomplete: bool, older_than: float) -> None:
+def rm_command(out: Output, at: Locate, checkpoint: str, *, yes: bool) -> None:
     """Remove CHECKPOINT: first its manifest, then the files that the manifest lists, and nothing else.
 
     Of an incremental checkpoint, the files that no other one in the same folder needs are removed.
 
     Refuses to remove anything that is not a checkpoint.
     """
-    if incomplete:
-        remove_incomplete(out, at, checkpoint, older_than_hours=older_than, yes=yes)
-        return
     found = api.open(at(checkpoint))
     what = f"{found.url} (step {found.step}, {size_text(found.manifest.file_bytes)})"
     if not yes and not click.confirm(f"Remove {what}?", err=True):

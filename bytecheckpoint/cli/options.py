@@ -33,7 +33,7 @@ EXIT_CODES = """\b
 Exit codes:
   0  success
   1  negative result: verify found damage, diff found differences, an export lacks expected names, the sources of an
-     average do not fit, or rm was declined
+     average do not fit, or rm or clean was declined
   2  invalid usage
   3  nothing is stored at the path, or it is not a checkpoint
   4  the checkpoint is damaged, or this version cannot read its format

@@ -90,7 +90,7 @@ def _clean(root: Path) -> None:
 
 
 def test_attempts_that_are_links_stay(root: Path, documents: Path) -> None:
-    """They look like what a failed save has left long ago, to a manager and to ``bcp rm --incomplete``."""
+    """They look like what a failed save has left long ago, to a manager and to ``bcp clean``."""
     bcp.save(root / "step-1", _state(), step=1)
     (root / "step-1" / OLD_ATTEMPT).symlink_to(documents)
     before = _contents(documents)

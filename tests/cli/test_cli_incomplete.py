@@ -1,4 +1,4 @@
-"""What ``--incomplete`` shows and removes of saves that were killed."""
+"""What ``bcp clean`` removes of saves that were killed."""
 
 from __future__ import annotations
 
@@ -49,24 +49,28 @@ def test_what_killed_saves_left_is_removed(root: Path, bcp_command: Run, monkeyp
     committed = f"step-1/{bcp.open(root / 'step-1').manifest.attempt}"
     left = {"/".join(path.relative_to(root).parts) for path in root.glob("*/attempt-*")} - {committed}
     assert len(left) == 2
-    listed = {one["name"] for one in bcp_command("ls", root, "--incomplete", "--json").json["attempts"]}
-    assert listed == {name for name in left if not name.startswith("objects/")}
-    kept = bcp_command("rm", root, "--incomplete", "--yes", "--json").json
-    assert (kept["removed"], kept["younger"], kept["swept"]["files"]) == ([], len(listed), 0)
+    shared = {name for name in left if name.startswith("objects/")}
+    listed = bcp_command("clean", root, "--dry-run", "--older-than", 0, "--json").json
+    assert {one["name"] for one in listed["attempts"]} == left - shared
+    assert (listed["dry_run"], listed["shared"]["files"]) == (True, len(shared))
+    kept = bcp_command("clean", root, "--json").json
+    assert (kept["attempts"], kept["younger"], kept["shared"]["files"]) == ([], len(left - shared), 0)
+    declined = bcp_command("clean", root, "--older-than", 0, input="n\n")
+    assert (declined.code, "nothing removed" in declined.stderr) == (1, True)
 
     with hold_root(open_backend(root), patience_s=0):
-        held = bcp_command("rm", root, "--incomplete", "--yes", "--older-than", 0)
+        held = bcp_command("clean", root, "--yes", "--older-than", 0)
     assert "may remain" in held.stdout
     assert left <= {"/".join(path.relative_to(root).parts) for path in root.glob("*/attempt-*")}
 
-    done = bcp_command("rm", root, "--incomplete", "--yes", "--older-than", 0)
+    done = bcp_command("clean", root, "--yes", "--older-than", 0)
     assert done.code == 0, done.stderr
     assert sorted("/".join(path.relative_to(root).parts) for path in root.glob("*/*")) == [
         committed,
         "step-1/manifest.msgpack",
     ]
     assert bcp.open(root / "step-1").verify().ok
-    assert bcp_command("ls", root / "none", "--incomplete").stdout.endswith("nothing is incomplete\n")
+    assert "0 attempt(s) and 0 shared file(s) would be removed" in bcp_command("clean", root, "--dry-run").stdout
 
 
 def test_what_a_tier_has_not_uploaded_is_listed(tmp_path: Path, bcp_command: Run) -> None:

@@ -19,7 +19,6 @@ Run = Callable[..., CommandResult]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("ls {} --incomplete --depth 2", "--depth does not apply with --incomplete"),
         ("latest {} --mode max", "--mode applies only with --best"),
         ("latest {} --best loss --milestone a", "--milestone does not apply with --best"),
         ("latest {} --best loss --allow-fresh", "--allow-fresh does not apply with --best"),
@@ -30,7 +29,7 @@ Run = Callable[..., CommandResult]
         ("export {} out --expect names.json --partial", "--partial does not apply with --expect"),
         ("export {} out --adapter a", "--adapter applies only with --lora"),
         ("export {} out --format torch --max-file-size 5GB", "--max-file-size does not apply to --format torch"),
-        ("rm {} --older-than 3", "--older-than applies only with --incomplete"),
+        ("clean {} --dry-run --yes", "--yes does not apply with --dry-run"),
         ("push {} --to http://a --watch-timeout 3", "--watch-timeout applies only with --watch"),
         ("push --resume http://a --partial", "--resume does not apply with --partial"),
         ("push {} --to http://a --device x", "--device applies only with --protocol"),
@@ -61,7 +60,7 @@ def test_an_option_without_effect(bcp_command: Run, one: Path, arguments: str, m
         ("copy none out --rate-limit nan", "--rate-limit"),
         ("latest none --best ''", "--best"),
         ("ls ''", "ROOT"),
-        ("rm none --incomplete --older-than nan", "--older-than"),
+        ("clean none --older-than nan", "--older-than"),
         ("push none --to http://a --deadline nan", "--deadline"),
         ("push --watch none --to http://a --watch-timeout -1", "--watch-timeout"),
         ("push none --to ''", "--to"),

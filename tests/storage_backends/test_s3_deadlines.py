@@ -1,7 +1,7 @@
 """Saves and loads on an S3 store that fails: each ends by its deadline, and everything that remains is shown.
 
 Each case ends in success or in one error, within two seconds after ``deadline_s``. The checkpoint from before is intact
-then, and ``bcp ls --incomplete`` shows every upload that the server itself lists.
+then, and ``bcp clean --dry-run`` shows every upload that the server itself lists.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class Faults:
         bucket = self.url.split("/")[2]
         there = fsspec.filesystem("s3", **self.direct, skip_instance_cache=True).list_multipart_uploads(bucket)
         options = [text for name, value in self.direct.items() for text in ("-o", f"{name}={value}")]
-        shown = CliRunner().invoke(cli, ["ls", "--incomplete", "--json", f"s3://{bucket}", *options])
+        shown = CliRunner().invoke(
+            cli, ["clean", "--dry-run", "--older-than", "0", "--json", f"s3://{bucket}", *options]
+        )
         assert shown.exit_code == 0, shown.output
         found = {(one["key"], one["upload_id"]) for one in json.loads(shown.stdout)["uploads"]}
         assert found == {(one["Key"], one["UploadId"]) for one in there}

@@ -79,26 +79,26 @@ def _run(s3: dict[str, Any], *arguments: str, answer: str = "") -> tuple[int, st
 def test_the_commands(bucket: str, s3: dict[str, Any]) -> None:
     _begin(bucket, s3, "root/step-1/attempt-1/model")
     root = f"s3://{bucket}/root"
-    code, text = _run(s3, "ls", "--incomplete", root)
+    code, text = _run(s3, "clean", "--dry-run", "--older-than", "0", root)
     assert code == 0
     assert "step-1/attempt-1/model" in text
-    code, text = _run(s3, "ls", "--incomplete", "--json", root)
+    assert "1 upload(s), 0 attempt(s) and 0 shared file(s) would be removed, 0 younger kept" in text
+    code, text = _run(s3, "clean", "--dry-run", "--older-than", "0", "--json", root)
     (upload,) = json.loads(text)["uploads"]
     assert upload["key"] == "step-1/attempt-1/model"
 
-    code, text = _run(s3, "rm", "--incomplete", "--json", "--older-than", "1e9", root)
+    code, text = _run(s3, "clean", "--json", "--older-than", "1e9", root)
     found = json.loads(text)
-    assert (code, found["root"], found["ended"], found["younger"]) == (0, root, [], 1)
-    code, text = _run(s3, "rm", "--incomplete", "--older-than", "0", root, answer="n\n")
+    assert (code, found["root"], found["uploads"], found["younger"]) == (0, root, [], 1)
+    code, text = _run(s3, "clean", "--older-than", "0", root, answer="n\n")
     assert code == 1
     assert "step-1/attempt-1/model" in text
     assert len(_keys(bucket, s3)) == 1
-    code, text = _run(s3, "rm", "--incomplete", "--older-than", "0", "--yes", "--json", root)
+    code, text = _run(s3, "clean", "--older-than", "0", "--yes", "--json", root)
     assert code == 0
-    assert [one["upload_id"] for one in json.loads(text)["ended"]] == [upload["upload_id"]]
+    assert [one["upload_id"] for one in json.loads(text)["uploads"]] == [upload["upload_id"]]
     assert _keys(bucket, s3) == []
 
 
 def test_stores_without_uploads(tmp_path: Path) -> None:
-    assert _run({}, "ls", "--incomplete", str(tmp_path))[0] == 0
-    assert _run({}, "rm", "--incomplete", str(tmp_path), "--yes")[0] == 0
+    assert _run({}, "clean", str(tmp_path))[0] == 0

@@ -296,7 +296,7 @@ def _command_lines(folder: Path) -> Iterator[list[str]]:
     options = ["-o", "secret=option-secret-1", "-o", "connection_string=AccountKey=connection-string-5"]
     root = URL.rpartition("/")[0]
     for words in (
-        *(["ls", root], ["ls", root, "--incomplete"], ["latest", root], ["inspect", URL], ["verify", URL]),
+        *(["ls", root], ["clean", root, "--dry-run"], ["latest", root], ["inspect", URL], ["verify", URL]),
         *(["show", URL, "model"], ["diff", URL, f"{URL}-other"], ["copy", URL, str(folder / "copy")]),
         *(
             ["export", URL, str(folder / "export")],

@@ -165,14 +165,12 @@ def test_a_kill_after_the_commit(between: Between) -> None:
 
 @pytest.mark.sampled(2, of="what follows the kill of a copy")
 def test_the_uploads_were_ended(between: Between) -> None:
-    """By ``bcp rm --incomplete``: the copy begins again."""
+    """By ``bcp clean``: the copy begins again."""
     assert between.kill_in_a_part() <= pending_ids(between.bucket, between.s3)
     target = f"s3://{between.bucket}/to"
-    ended = CliRunner().invoke(
-        cli, ["rm", "--incomplete", "--older-than", "0", "--yes", "--json", target, *between.options]
-    )
+    ended = CliRunner().invoke(cli, ["clean", "--older-than", "0", "--yes", "--json", target, *between.options])
     assert ended.exit_code == 0, ended.output
-    assert json.loads(ended.stdout)["ended"]
+    assert json.loads(ended.stdout)["uploads"]
     assert not pending_ids(between.bucket, between.s3)
     assert between.run() == 0
     between.check_equal()

@@ -119,7 +119,9 @@ def test_a_kill_before_the_id_of_the_upload_is_known(
     proxy.rule = lambda exchange: None
     bcp_processes.start("copy", source, url, *options, window=WINDOW)
     assert bcp_processes.wait() == 0
-    shown = CliRunner().invoke(cli, ["ls", "--incomplete", "--json", f"s3://{bucket}/runs", *options])
+    shown = CliRunner().invoke(
+        cli, ["clean", "--dry-run", "--older-than", "0", "--json", f"s3://{bucket}/runs", *options]
+    )
     assert {one["upload_id"] for one in json.loads(shown.stdout)["uploads"]} == lost == pending_ids(bucket, s3)
     assert bcp.open(url, storage_options=s3).verify().ok
 
