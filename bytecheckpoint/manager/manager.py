@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -55,6 +55,8 @@ from .signals import SignalWatch
 from .tier import TierFolder
 
 _MIN_DEADLINE_S = 1.0  # of a save on preemption, even if the grace period is already over
+_LEAST_SILENCE_S = 2.0  # without a reply to a request
+_EXIT_S = 3.0  # at the end of a grace period, to give up the lease and to end the process
 
 State: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
@@ -413,20 +415,15 @@ class CheckpointManager:
         force = force or milestone is not None
         if not self._coordinator.begin_turn(is_due=is_due or force):
             return None
-        with self._rounds.round(followed_by="save") as op:
-            decision = self._coordinate(op, step, metrics, milestone, is_due=is_due, is_forced=force)
-        end = time.monotonic() + decision.grace_s
-        if decision.preemption_signal and self._resources.housekeeping is not None:
-            self._resources.housekeeping.leave()
-        handle = None
-        if decision.save:
+        with ExitStack() as leaving:
+            with self._rounds.round(followed_by="save") as op:
+                decision = self._coordinate(op, step, metrics, milestone, leaving, is_due=is_due, is_forced=force)
+            if not decision.save:
+                return None
             is_leaving = decision.preemption_signal != 0
             deadline_s = max(_MIN_DEADLINE_S, decision.grace_s) if is_leaving else self._request.deadline_s
             with self._session.following(op, "save", deadline_s):
-                handle = self._begin_save(step, state, decision.metrics, decision.milestone or None, deadline_s)
-        if decision.preemption_signal:
-            self._leave(step, decision.preemption_signal, end)
-        return handle
+                return self._begin_save(step, state, decision.metrics, decision.milestone or None, deadline_s)
 
     def request_save(self) -> None:
         """Request a save by all ranks in one of the next iterations. May be called on any rank, from any thread."""
@@ -573,6 +570,7 @@ class CheckpointManager:
         step: int,
         metrics: Mapping[str, float] | None,
         milestone: str | None,
+        leaving: ExitStack,
         *,
         is_due: bool,
         is_forced: bool,
@@ -590,6 +588,8 @@ class CheckpointManager:
             if in_flight.collect(op):
                 self._coordinator.save_failed()
             decision = self._coordinator.decide(op, call, is_busy=is_busy, milestone=known)
+            if decision.preemption_signal:
+                leaving.enter_context(self._leaving(step, decision.preemption_signal, decision.grace_s))
             if decision.save:
                 with op.phase("rollback"):
                     if op.rank == 0:
@@ -701,17 +701,31 @@ class CheckpointManager:
             tier_folder.follow(handle, saved.name)
         return handle
 
-    def _leave(self, step: int, number: int, end: float) -> None:
+    @contextmanager
+    def _leaving(self, step: int, number: int, grace_s: float) -> Iterator[None]:
+        """On a preemption signal: save in the block, and end all that has begun, within the grace period."""
         _log.warning("%s: received %s; step %d is the last one", self.root, signal.Signals(number).name, step)
         self.preempted = True
-        exits = self._preemption.action == "exit"
+        exits, tier_folder, end = (
+            self._preemption.action == "exit",
+            self._resources.tier_folder,
+            time.monotonic() + grace_s,
+        )
+        if self._resources.housekeeping is not None:
+            self._resources.housekeeping.leave()
+        saving_s = max(grace_s - _EXIT_S, grace_s / 2)
+        # Without a tier, a save waits for the store. One that is only slow may have more time than is known here.
+        is_bounded = tier_folder is None and grace_s > 0
+        silent_s = max(_LEAST_SILENCE_S, saving_s / 2)
         try:
-            self._finish_saves()
-            if self._resources.tier_folder is not None:  # half of what is left: parts in flight end, and the lease
-                self._resources.tier_folder.leave((end - time.monotonic()) / 2)
+            with cancelling_requests(saving_s, silent_s=silent_s) if is_bounded else nullcontext():
+                yield
+                self._finish_saves()
+            if tier_folder is not None:  # half of what is left: parts in flight end, and the lease
+                tier_folder.leave((end - time.monotonic()) / 2)
         finally:
             if exits:  # half of what is left: the process ends, too
-                with cancelling_requests(max(0.0, end - time.monotonic()) / 2):
+                with cancelling_requests(max(_MIN_DEADLINE_S, (end - time.monotonic()) / 2)):
                     self._resources.release()
         if exits:
             raise SystemExit(128 + number)

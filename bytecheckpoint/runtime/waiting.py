@@ -51,29 +51,32 @@ class Waiters:
 
 _CANCEL_EVERY_S = 0.2
 
-_requests: set[Future[Any]] = set()
+_requests: dict[Future[Any], float] = {}  # and when each has begun
 
 
 def track_request(request: Future[Any]) -> None:
     """Let ``cancelling_requests`` cancel a request to a store while it runs."""
-    _requests.add(request)
-    request.add_done_callback(_requests.discard)
+    _requests[request] = time.monotonic()
+    request.add_done_callback(lambda request: _requests.pop(request, None))
 
 
 @contextmanager
-def cancelling_requests(after_s: float) -> Iterator[None]:
+def cancelling_requests(after_s: float, *, silent_s: float = 0.0) -> Iterator[None]:
     """Give requests to stores so many seconds, also those that the block begins, and cancel them then.
 
-    For a process that is about to exit: each request of a silent store would hold it up for a whole deadline. The end
-    of the block waits for the requests of earlier, until they are cancelled. If no thread can start, none is.
+    For a process that is about to exit: each request of a silent store would hold it up for a whole deadline. With
+    ``silent_s``, they are cancelled only once one has been running for so long, then or later. The end of the block
+    waits for the requests of earlier, until they are cancelled. If no thread can start, none is.
     """
     end, earlier, has_ended = time.monotonic() + after_s, tuple(_requests), threading.Event()
 
     def cancel() -> None:
-        pause_s = after_s
+        pause_s, is_silent = after_s, False
         while not has_ended.wait(pause_s):
             pause_s = _CANCEL_EVERY_S
-            for request in tuple(_requests):
+            running = tuple(_requests.items())
+            is_silent |= any(time.monotonic() - begun >= silent_s for _, begun in running)
+            for request, _ in running if is_silent else ():
                 request.cancel()
 
     with suppress(ThreadError):

@@ -27,7 +27,7 @@ def test_requests_of_earlier_and_of_the_block_are_cancelled() -> None:
             with pytest.raises(Exception) as ended:
                 one.result(time_limit(60))
             assert one.cancelled(), ended.value
-    assert not {earlier, own} & waiting._requests
+    assert not {earlier, own} & waiting._requests.keys()
 
 
 def test_the_block_gives_requests_of_earlier_their_time() -> None:
@@ -42,6 +42,14 @@ def test_requests_that_end_in_time_are_not_cancelled() -> None:
     with cancelling_requests(60.0):
         earlier.set_result(None)
     assert not earlier.cancelled()
+
+
+def test_requests_of_a_slow_store_are_not_cancelled() -> None:
+    with cancelling_requests(0.0, silent_s=60.0):
+        own = _request()
+        with pytest.raises(TimeoutError):
+            own.result(1.0)
+        own.set_result(None)
 
 
 @pytest.mark.parametrize("is_ending", [False, True])
