@@ -99,7 +99,8 @@ help:
 	@echo "                of make test; HDFS needs java, Azure npm and node, Ceph its packages on the PATH)"
 	@echo "make test-floors   the quick tests with the oldest and with the newest versions that pyproject.toml allows"
 	@echo "make test-resolve  whether every extra can be installed on every Python, also together with other packages"
-	@echo "make test-pairs   the matrix of all frameworks and shardings, which needs both of these environments"
+	@echo "make test-pairs   what needs two of these environments: the matrix of all frameworks and shardings, and the"
+	@echo "                Trainer with DeepSpeed"
 	@echo "make coverage   which lines and branches of the library the tests of test-main run (BCP_TEST_FULL=1: all of them)"
 	@echo "make format     format the code and apply the linter's fixes"
 	@echo "make docs       the documentation site, in build/site"
@@ -202,6 +203,8 @@ $(ENGINES:%=test-%): test-%: $(VENV)-%/.installed
 test-pairs: $(ENGINES:%=$(VENV)-%/.installed)
 	PYTHONPATH="$$($(VENV)-deepspeed/bin/python -c '$(PRINT_SITE)')" $(VENV)-megatron/bin/python -m pytest \
 	  tests/engines/test_all_pairs.py --durations=25 $(REPEATS) $(PYTEST_ARGS)
+	PYTHONPATH="$$($(VENV)-deepspeed/bin/python -c '$(PRINT_SITE)')" $(VENV)-huggingface/bin/python -m pytest \
+	  tests/engines/test_trainer_optimizers.py --durations=5 $(REPEATS) $(PYTEST_ARGS)
 
 test-stores: $(STORES_VENV)/.servers
 	BCP_TEST_STORES=1 $(STORES_VENV)/bin/python -m pytest tests/stores -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)

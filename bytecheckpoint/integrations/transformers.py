@@ -235,9 +235,11 @@ class BcpTrainerMixin:
         if self._resumed is not None:
             self._app = AppState(self._sections, late=["rng"], optional=["rng", "scaler"])
             _log.info("%s", load(self._resumed, self._app, options=self._options.get("load")))
-            # For the files of subclasses; the Trainer itself finds nothing in the folder.
-            if not self.is_deepspeed_enabled:
-                self._load_optimizer_and_scheduler(resume_from_checkpoint)  # type: ignore[attr-defined]
+            # For the files of subclasses; the Trainer itself finds nothing in the folder, and expects no file there
+            # unless DeepSpeed is enabled.
+            is_enabled, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)  # type: ignore[attr-defined]
+            self.is_deepspeed_enabled = is_enabled
             self._name_best()
         return prepared
 

@@ -42,7 +42,17 @@ KINDS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 def initialize(model: torch.nn.Module, optimizer: Any, config: dict[str, Any], **options: Any) -> Any:
-    """``deepspeed.initialize`` without its output, and without building extensions."""
+    """``deepspeed.initialize`` without its output."""
+    prepare()
+    with lenient_warnings():
+        import deepspeed
+
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False, **_ANY, **config}
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config, **options)[0]
+
+
+def prepare() -> None:
+    """Let this process make an engine on CPUs, without building extensions."""
     os.environ.update(_ENV)
     with lenient_warnings():
         import deepspeed
@@ -56,8 +66,6 @@ def initialize(model: torch.nn.Module, optimizer: Any, config: dict[str, Any], *
         get_accelerator = import_module("deepspeed.accelerator").get_accelerator
         get_accelerator().is_fp16_supported = lambda: True
         _forget_earlier_jobs()
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False, **_ANY, **config}
-        return deepspeed.initialize(model=model, optimizer=optimizer, config=config, **options)[0]
 
 
 def _forget_earlier_jobs() -> None:

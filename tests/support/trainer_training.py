@@ -58,10 +58,11 @@ class _Signal(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
-def make_model() -> LlamaForCausalLM:
+def make_model(**sizes: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
+    given: dict[str, Any] = {**_SIZES, **sizes}
     return LlamaForCausalLM(
-        LlamaConfig(vocab_size=61, num_key_value_heads=2, attention_dropout=0.1, tie_word_embeddings=True, **_SIZES)
+        LlamaConfig(vocab_size=61, num_key_value_heads=2, attention_dropout=0.1, tie_word_embeddings=True, **given)
     )
 
 
@@ -126,6 +127,11 @@ def train(
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    if hasattr(parameter, "ds_id"):  # a part of it, at stage 3
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters([parameter]):
+            return parameter.detach().clone()
     whole = getattr(parameter, "full_tensor", None)
     return parameter.detach() if whole is None else whole().detach()
 
