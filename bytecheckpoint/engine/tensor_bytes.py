@@ -19,6 +19,14 @@ _move_short = ctypes.PyDLL(None).memmove
 _move_short.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _move_short.restype = None
 
+# All of the process's memory: a slice of it costs a tenth of a view of a tensor.
+_memory = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """Return bytes of memory to read, write or hash. The caller keeps them alive."""
+    return _memory[address : address + nbytes]
+
 
 def copy_memory(target: int, source: int, nbytes: int) -> None:
     """Copy bytes between two addresses. The caller keeps both alive. Long copies release the GIL."""

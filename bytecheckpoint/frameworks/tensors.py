@@ -30,6 +30,9 @@ _ZERO3 = "ds_tensor"
 # Types that override no operation and hold all of their elements on this rank.
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
+# A view of freed memory has its offset as its address. No offset is that large; on 64-bit Linux, addresses are larger.
+_MIN_ADDRESS = 1 << 40
+
 _strided = torch.strided
 _is_functional = torch._is_functional_tensor
 _is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
@@ -88,13 +91,13 @@ def tensor_shards(fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None
 
 
 def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a plain detached ``torch.Tensor`` on the same memory, or a derived tensor itself.
+    """The tensor, without a gradient, as a plain ``torch.Tensor`` on the same memory; or a derived tensor itself.
 
     Raises ``UnsupportedTensorError``.
     """
     if type(tensor) in _PLAIN_TYPES:
         if not _is_odd(tensor):
-            return tensor.detach()
+            return tensor if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor.detach()
     elif is_derived(tensor):
         return tensor
     if hasattr(tensor, _ZERO3):
@@ -131,20 +134,17 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_odd(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a plain type is more than one strided block of memory."""
-    return (
-        tensor.layout is not _strided
-        or tensor.is_nested
-        or tensor.is_quantized
-        or _is_functional(tensor)
-        or _is_functorch(tensor)
-        or hasattr(tensor, _ZERO3)
-        or _is_freed(tensor)
+    if tensor.is_nested or tensor.is_quantized or hasattr(tensor, _ZERO3):
+        return True
+    # Everything else without a block of memory has no address. This runs once for each of many thousand small tensors.
+    return address_of(tensor) < _MIN_ADDRESS and (
+        tensor.layout is not _strided or _is_functional(tensor) or _is_functorch(tensor) or _is_freed(tensor)
     )
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
     """Whether a tensor with elements has no memory for them, so that reading it would crash the process."""
-    if _address(tensor) != tensor.storage_offset() * tensor.element_size():  # it begins at some address
+    if address_of(tensor) != tensor.storage_offset() * tensor.element_size():  # it begins at some address
         return False
     return tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
 
@@ -162,10 +162,11 @@ def has_no_dense_memory(tensor: torch.Tensor) -> bool:
     if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return False
     # A subclass that implements operations itself may have no memory.
-    return not tensor.is_meta and tensor.numel() > 0 and _address(tensor) == 0
+    return not tensor.is_meta and tensor.numel() > 0 and address_of(tensor) == 0
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's elements begin; 0 if it has none, or no memory for them."""
     try:
         return tensor.data_ptr()
     except RuntimeError:

@@ -89,7 +89,7 @@ class StatefulAdapter(TreeAdapter):
 
 
 def _collect_policies(node: Any, path: Path, found: dict[Path, str]) -> None:
-    if len(path) > MAX_DEPTH:
+    if isinstance(node, torch.Tensor) or len(path) > MAX_DEPTH:
         return
     kind = kind_of(node, path_name(path), root=not path)
     if kind == "per_rank":

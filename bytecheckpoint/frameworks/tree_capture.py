@@ -15,7 +15,7 @@ from .base import Context
 from .digests import tensor_digest
 from .module_tree import has_fsdp1, tie_key
 from .rng import RNGState
-from .tensors import TensorKind, tensor_kind, tensor_shards
+from .tensors import TensorKind, address_of, tensor_kind, tensor_shards
 from .tree_paths import PathIndex, kind_of
 from .unsupported import require_supported
 
@@ -136,6 +136,7 @@ class SameMemory:
 
     def __init__(self) -> None:
         # References keep the tensors alive: reused memory would look like a tie.
+        self._by_address: dict[int, tuple[str, torch.Tensor]] = {}
         self._first: dict[tuple[object, ...], tuple[str, torch.Tensor]] = {}
 
     def first_name(self, fqn: str, tensor: torch.Tensor, kind: TensorKind) -> str | None:
@@ -143,8 +144,14 @@ class SameMemory:
 
         If there is none, remembers this tensor. A tensor that is empty, not plain or on the meta device is never tied.
         """
-        if not kind.is_plain or tensor.is_meta or tensor.numel() == 0 or tensor.layout is not torch.strided:
+        address = address_of(tensor) if kind.is_plain else 0
+        if not address:
             return None
+        found = self._by_address.setdefault(address, (fqn, tensor))
+        if found[1] is tensor:
+            return None if found[0] == fqn else found[0]
+        # Few tensors begin at the address of another one; they may have another length, shape or dtype.
+        self._first.setdefault(tie_key(found[1]), found)
         first, _ = self._first.setdefault(tie_key(tensor, kind), (fqn, tensor))
         return None if first == fqn else first
 

@@ -157,7 +157,7 @@ class PathIndex:
             return (fqn,)
         if fqn in self._exact:
             return self._exact[fqn]
-        end = fqn.rfind(".")
+        end = fqn.rfind(".") if len(self._by_name) > 1 or self.at else -1  # a flat mapping has only the root
         while end >= 0:
             path = self._by_name.get(fqn[:end])
             if path:

@@ -22,7 +22,7 @@ from .dtensor import with_memory
 from .module_tree import EXTRA_STATE
 from .per_rank import PerRank
 from .rng import RNGState
-from .tensors import tensor_kind, tensor_shards
+from .tensors import TensorKind, tensor_kind, tensor_shards
 from .tree_capture import ROOT_TENSOR, Capture, SameMemory, state_of
 from .tree_paths import PathIndex, build_tree, is_sequence, kind_of, tuple_like, value_like
 
@@ -190,13 +190,14 @@ class TreeBuilder:
         fqn = path_name(path)
         if skip:
             self.target.optional.add(fqn)
-        first = self._memory.first_name(fqn, tensor, tensor_kind(tensor))
+        kind = tensor_kind(tensor)
+        first = self._memory.first_name(fqn, tensor, kind)
         if first is not None:
             self._tie(fqn, first)
             return None
         meta = self.stored.metas.get(fqn)
         if not tensor.is_meta or meta is None or meta.shape != tuple(tensor.shape):
-            self._fill(fqn, tensor)
+            self._fill(fqn, tensor, kind)
             return None
         filled = with_memory(tensor, self.context.device)
         if isinstance(tensor, torch.nn.Parameter):
@@ -217,8 +218,8 @@ class TreeBuilder:
                 f"filled from {first}, and {fqn} was left unread"
             )
 
-    def _fill(self, fqn: str, tensor: torch.Tensor) -> None:
-        self.target.metas[fqn], shards = tensor_shards(fqn, tensor)
+    def _fill(self, fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None) -> None:
+        self.target.metas[fqn], shards = tensor_shards(fqn, tensor, kind)
         if not tensor.is_meta:
             self.target.shards.extend(shards)
 

@@ -21,10 +21,10 @@ from .shared_reads.run import PlannedReads, plan_reads, run_reads
 
 @dataclass(frozen=True)
 class ShardReads:
-    """The reads of this rank, the destinations that they fill, and derived tensors, which are filled one by one."""
+    """The reads of this rank, the tensors that they fill through buffers, and derived tensors, filled one by one."""
 
     planned: PlannedReads
-    destinations: Sequence[_Destination]
+    buffered: Sequence[_Buffered]
     derived: Sequence[Sequence[tuple[int, Box, DerivedTensor]]]  # the parts of each
 
 
@@ -42,22 +42,32 @@ def plan_shard_reads(
     reader: ShardReader, rows: Sequence[int], shards: Sequence[Shard], offer: ReadOffer, answer: Answer
 ) -> ShardReads:
     """Plan to fill ``shards`` from the manifest's tensors ``rows``. Raises ``StateError`` for a meta shard."""
-    direct = [(row, shard) for row, shard in zip(rows, shards, strict=True) if not is_derived(shard.tensor)]
     derived: dict[int, list[tuple[int, Box, DerivedTensor]]] = {}
+    buffered: list[_Buffered] = []
+    parts: list[ReadRequest] = []
     for row, shard in zip(rows, shards, strict=True):
-        if is_derived(shard.tensor):
-            derived.setdefault(id(shard.tensor.whole), []).append((row, shard.box, shard.tensor))
-    destinations = [_Destination(shard) for _, shard in direct]
-    parts = [
-        ReadRequest(row, shard.box, place.memory) for (row, shard), place in zip(direct, destinations, strict=True)
-    ]
-    return ShardReads(plan_reads(reader, parts, offer, answer), destinations, list(derived.values()))
+        tensor = shard.tensor
+        if is_derived(tensor):
+            derived.setdefault(id(tensor.whole), []).append((row, shard.box, tensor))
+            continue
+        if tensor.is_meta:
+            raise StateError(f"{shard.fqn} is on the meta device and has no memory to load into; call to_empty() first")
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        # Lazily conjugated and negated views have other values in their memory.
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            destination = _Buffered(shard.fqn, tensor)
+            if destination.memory is not tensor:
+                buffered.append(destination)
+                tensor = destination.memory
+        parts.append(ReadRequest(row, shard.box, tensor))
+    return ShardReads(plan_reads(reader, parts, offer, answer), buffered, list(derived.values()))
 
 
 def read_shards(op: Operation, reads: ShardReads) -> ReadCounts:
     """Fill every shard. Raises as ``run_reads``, and ``StateError`` for an expanded tensor of unequal elements."""
     received = run_reads(op, reads.planned)
-    for destination in reads.destinations:
+    for destination in reads.buffered:
         destination.finish()
     reader = reads.planned.reader
     nbytes = reads.planned.nbytes
@@ -81,26 +91,18 @@ def _buffer(whole: DerivedTensor, requested: int) -> torch.Tensor:
     return values
 
 
-class _Destination:
-    """The memory that a shard is read into: its own, or a buffer if its elements share memory or are
-    computed from it.
+class _Buffered:
+    """A tensor whose elements share memory, or are computed from it: it is read into a buffer of its shape and dtype.
 
-    ``memory`` has the shard's shape and dtype. Raises ``StateError`` for a shard on the meta device.
+    ``memory`` is the buffer, or the tensor itself if that needs none.
     """
 
-    def __init__(self, shard: Shard) -> None:
-        self._fqn = shard.fqn
-        self._tensor = shard.tensor.detach() if shard.tensor.requires_grad else shard.tensor
-        if self._tensor.is_meta:
-            raise StateError(f"{shard.fqn} is on the meta device and has no memory to load into; call to_empty() first")
-        self._expanded_dims: list[int] = []
-        if not self._tensor.is_contiguous():
-            steps = zip(self._tensor.stride(), self._tensor.shape, strict=True)
-            self._expanded_dims = [d for d, (stride, size) in enumerate(steps) if stride == 0 and size > 1]
-        # Lazily conjugated and negated views have other values in their memory.
-        self._is_lazy = self._tensor.is_conj() or self._tensor.is_neg()
-        is_buffered = self._expanded_dims or self._is_lazy
-        self.memory = torch.empty(self._tensor.shape, dtype=self._tensor.dtype) if is_buffered else self._tensor
+    def __init__(self, fqn: str, tensor: torch.Tensor) -> None:
+        self._fqn, self._tensor = fqn, tensor
+        steps = zip(tensor.stride(), tensor.shape, strict=True)
+        self._expanded_dims = [d for d, (stride, size) in enumerate(steps) if stride == 0 and size > 1]
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        self.memory = torch.empty(tensor.shape, dtype=tensor.dtype) if self._expanded_dims or is_lazy else tensor
 
     def finish(self) -> None:
         """Copy an expanded tensor's values out of the buffer, once all bytes are read and verified.
@@ -108,8 +110,7 @@ class _Destination:
         Raises ``StateError`` if elements that share memory have different stored values.
         """
         if not self._expanded_dims:
-            if self._is_lazy:
-                copy_elements(self._tensor, self.memory)
+            copy_elements(self._tensor, self.memory)
             return
         first = self._first(self.memory)
         if not torch.equal(as_bytes(first.expand(self.memory.shape).contiguous()), as_bytes(self.memory)):

@@ -70,7 +70,6 @@ def read_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "direct":
         monkeypatch.setattr(fetch, "_MIN_DIRECT_BYTES", 0)
         monkeypatch.setattr(local_objects.LocalReader, "is_cached", lambda *arguments: False)
-    monkeypatch.setattr(fetch, "_MIN_IN_PLACE_BYTES", 100)
     path: str = request.param
     return path
 

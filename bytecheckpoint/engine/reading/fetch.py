@@ -16,13 +16,13 @@ from ...errors import CorruptionError, StorageError
 from ...format.checksums import checksum_of
 from ...storage_backends.base import ObjectReader
 from ...telemetry.trace import Timings
+from ..tensor_bytes import memory_at
 from .bounce import BounceBuffer, BouncePool
 from .checks import ChunkCheck, CrcCheck
 from .frame_reader import FrameReader
 from .read_plan import ReadPlan
 from .stored_files import Fault, OpenFiles
 
-_MIN_IN_PLACE_BYTES = 64 << 10  # shorter blocks are cheaper to copy from a buffer than to read one by one
 _MIN_DIRECT_BYTES = 256 << 10  # less goes through the page cache: each direct read is a round trip to the device
 _MAX_ALIGNMENT_BYTES = 64 << 10  # the largest page size of any Linux platform
 
@@ -179,26 +179,31 @@ class _FileReads:
     def _read_cached(self, blocks: range, low: int, high: int) -> None:
         plan = self._plan
         buffers: list[memoryview] = []
-        in_place: list[memoryview | None] = []
+        placed: list[tuple[int, int, memoryview]] = []  # a block, the first byte read of it, and its bytes
+        rest: list[int] = []
         at = low  # where the last buffer ends
+        # This loop runs once for each of many thousand small tensors.
         for block in blocks:
-            begin, end = max(plan.begin[block], low), min(plan.end[block], high)
-            view = plan.memory(block, begin, end) if plan.target[block] and end - begin >= _MIN_IN_PLACE_BYTES else None
-            in_place.append(view)
-            if view is not None:
-                if begin > at:
-                    buffers.append(self._memory.borrowed().view[at - low : begin - low])
-                buffers.append(view)
-                at = end
+            begin, end, target = plan.begin[block], plan.end[block], plan.target[block]
+            if not target:
+                rest.append(block)
+                continue
+            if begin < low:
+                begin, target = low, target + low - begin
+            if end > high:
+                end = high
+            if begin > at:
+                buffers.append(self._memory.borrowed().view[at - low : begin - low])
+            view = memory_at(target, end - begin)
+            buffers.append(view)
+            placed.append((block, begin, view))
+            at = end
         if at < high:
             buffers.append(self._memory.borrowed().view[at - low : high - low])
         begun = perf_counter()
         self._opened.read(low, buffers)
         begun = self._end_read(begun, high - low)
-        for block, view in zip(blocks, in_place, strict=True):
-            if view is not None:
-                self._verify(block, max(plan.begin[block], low), view)
-        rest = [block for block, view in zip(blocks, in_place, strict=True) if view is None]
+        self._verify(placed)
         if rest:
             self._deliver(rest, low, high, self._memory.borrowed(), low)
         self._end_delivery(begun, high - low)
@@ -213,7 +218,7 @@ class _FileReads:
             if begin < low:
                 begin, target = low, target and target + low - begin
             end = min(end, high)
-            self._verify(block, begin, buffer.view[begin - origin : end - origin])
+            self._verify([(block, begin, buffer.view[begin - origin : end - origin])])
             self._copied += end - begin
             if not target:
                 for place in plan.places(block):
@@ -227,22 +232,21 @@ class _FileReads:
         if first < past:
             buffer.copy_out(first - origin, past - first, where)
 
-    def _verify(self, block: int, begin: int, data: memoryview) -> None:
-        check, plan = self._check, self._plan
-        if check is None and self._crc_check is None:
-            return
+    def _verify(self, read: Sequence[tuple[int, int, memoryview]]) -> None:
+        """Check bytes that were read: for each block its number, the first byte, and the bytes."""
+        check, crc_check, plan = self._check, self._crc_check, self._plan
         begun = perf_counter()
-        if self._crc_check is not None:
-            self._crc_check.feed(self._file, begin, data)
-        if check is None:
+        if crc_check is not None:
+            for _, begin, data in read:
+                crc_check.feed(self._file, begin, data)
+        if check is not None:
+            for block, begin, data in read:
+                length = len(data)
+                is_chunk = length <= check.chunk_size and length == plan.end[block] - plan.begin[block]
+                if not is_chunk or checksum_of(data) != plan.checksum[block]:
+                    check.feed(plan.row[block], plan.shard[block], begin, data)  # a chunk again, to report it
+        if check is not None or crc_check is not None:
             self._verify_s += perf_counter() - begun
-            return
-        length = len(data)
-        if length > check.chunk_size or length != plan.end[block] - plan.begin[block]:
-            check.feed(plan.row[block], plan.shard[block], begin, data)
-        elif checksum_of(data) != plan.checksum[block]:
-            check.feed(plan.row[block], plan.shard[block], begin, data)  # again, to report the chunk
-        self._verify_s += perf_counter() - begun
 
     def _describe(self, blocks: range, low: int, high: int, error: StorageError) -> StorageError | CorruptionError:
         plan = self._plan

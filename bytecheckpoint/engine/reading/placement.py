@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -130,11 +129,14 @@ class BoxDestination:
 Destination = MemoryDestination | BoxDestination
 
 
-@cache
-def _dtype_of(code: int) -> torch.dtype:
-    return torch_dtype(BasicMeta(_DTYPES[code], ()))
-
-
-def holds_as_stored(out: torch.Tensor, code: int) -> bool:
-    """Return whether the memory of ``out`` holds elements of the dtype ``code`` exactly as a file does."""
-    return out.is_contiguous() and out.dtype == _dtype_of(code) and not (out.is_conj() or out.is_neg())
+def hold_as_stored(outs: Sequence[torch.Tensor], codes: Sequence[int]) -> list[bool]:
+    """Return whether the memory of each tensor holds elements of the dtype with this code exactly as a file does."""
+    dtypes = {code: torch_dtype(BasicMeta(_DTYPES[code], ())) for code in {*codes}}
+    plain = torch.Tensor
+    facts = zip(
+        outs, codes, *(map(fact, outs) for fact in (plain.is_contiguous, plain.is_conj, plain.is_neg)), strict=True
+    )
+    return [
+        is_contiguous and out.dtype == dtypes[code] and not (is_conj or is_neg)
+        for out, code, is_contiguous, is_conj, is_neg in facts
+    ]

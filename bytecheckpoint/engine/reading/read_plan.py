@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from ...format.checksums import Checksums
 from ...format.manifest import Manifest
 from ...planners.extents import Extents, byte_span, plan_extents, split_box
 from ...tensors.dtypes import DTYPES
 from ...tensors.tables import Int64
-from ..tensor_bytes import byte_view
-from .placement import BoxDestination, Destination, DeviceCopyIn, MemoryDestination, ReadPart, holds_as_stored
+from .placement import BoxDestination, Destination, DeviceCopyIn, MemoryDestination, ReadPart, hold_as_stored
 
 _ITEMSIZE: Int64 = np.array([dtype.itemsize for dtype in DTYPES.values()], np.int64)
 
@@ -48,9 +48,8 @@ class ReadPlan:
         start = extents.begin - ranges.shard[first]
         self.checksum: list[bytes] = _checksums_at(manifest, ranges.row[first], start).tolist()
         self.target: list[int] = _targets(extents, ranges, first).tolist()
-        self._ranges, self._first = ranges, first.tolist()
+        self._ranges = ranges
         self._use_starts, self._uses = extents.use_starts.tolist(), extents.uses.tolist()
-        self._memory: dict[int, memoryview] = {}
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -73,15 +72,6 @@ class ReadPlan:
         return (
             [range(low, high) for low, high in zip(starts, [*starts[1:], len(self)], strict=True)] if len(self) else []
         )
-
-    def memory(self, block: int, begin: int, end: int) -> memoryview:
-        """Return the memory for bytes ``[begin, end)`` of a block that has a ``target``."""
-        use = self._first[block]
-        view = self._memory.get(use)
-        if view is None:
-            view = self._memory[use] = byte_view(self._ranges.part(use).out)
-        low = int(self._ranges.low[use])
-        return view[begin - low : end - low]
 
     def places(self, block: int) -> list[Destination]:
         """Return the places that bytes of a block go to, each once."""
@@ -169,15 +159,16 @@ def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, 
     Raises ``PlanError`` if a box is not inside its shard.
     """
     parts = [part for part in parts if part.out.numel()]
+    outs = [part.out for part in parts]
     shards = _Shards(manifest, np.array([part.row for part in parts], np.int64), checked=checked)
-    nbytes = np.array([part.out.numel() for part in parts], np.int64) * shards.itemsize
-    as_stored = [holds_as_stored(part.out, code) for part, code in zip(parts, shards.code.tolist(), strict=True)]
-    plain = np.array([good and part.out.is_cpu for part, good in zip(parts, as_stored, strict=True)], bool)
+    nbytes = np.array([*map(torch.Tensor.numel, outs)], np.int64) * shards.itemsize
+    as_stored = hold_as_stored(outs, shards.code.tolist())
+    plain = np.array([good and out.is_cpu for out, good in zip(outs, as_stored, strict=True)], bool)
     whole = np.flatnonzero((nbytes == shards.nbytes) & plain)
     other = np.flatnonzero((nbytes != shards.nbytes) | ~plain)
     boxes: dict[int, Destination] = {}
     found: list[_Range] = []
-    device = DeviceCopyIn(part.out for part in parts) if any(parts[i].out.is_cuda for i in other.tolist()) else None
+    device = DeviceCopyIn(outs) if any(outs[i].is_cuda for i in other.tolist()) else None
     for i in other.tolist():
         found += _box_ranges(manifest, shards, i, parts[i], boxes, size, gap, device, as_stored=as_stored[i])
     rest = np.array(found, np.int64).reshape(-1, 5)
@@ -187,7 +178,7 @@ def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, 
             (whole, shards.begin[whole], shards.end[whole], shards.begin[whole], shards.end[whole]), rest.T, strict=True
         )
     )
-    addresses = [part.out.data_ptr() if good else 0 for part, good in zip(parts, plain.tolist(), strict=True)]
+    addresses = [out.data_ptr() if good else 0 for out, good in zip(outs, plain.tolist(), strict=True)]
     address = np.array(addresses, np.int64)[source]
     address[low == high] = 0
     ranges = _Ranges(parts, source, shards.rows[source], shards.begin[source], address, low, high, boxes)

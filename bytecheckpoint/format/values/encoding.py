@@ -45,7 +45,7 @@ class _Encoder:
         if kind is int:
             return value if -(2**63) <= value < 2**64 else _big_int(value)
         if kind is str:
-            return _text(value)
+            return value if value.isascii() else _text(value)
         if depth > MAX_DEPTH:
             raise UnserializableError(
                 f"{where} is nested more than {MAX_DEPTH} levels deep (or contains itself); flatten it before saving"
@@ -77,7 +77,11 @@ class _Encoder:
         return msgpack.ExtType(int(code), payload if isinstance(payload, bytes) else _packb(payload, where))
 
     def items(self, values: Iterable[object], where: str, depth: int) -> list[object]:
-        return [self.lower(item, f"{where}.{index}", depth + 1) for index, item in enumerate(values)]
+        # The keys of a mapping may be many thousand names.
+        return [
+            item if type(item) is str and item.isascii() else self.lower(item, f"{where}.{index}", depth + 1)
+            for index, item in enumerate(values)
+        ]
 
     def pairs(self, values: dict[Any, Any], where: str, depth: int) -> list[object]:
         lowered = ((self.key(k, where, depth), self.lower(v, _below(where, k), depth + 1)) for k, v in values.items())

@@ -57,14 +57,13 @@ def plan_reads(
         plan = plan_load(manifest.tensors, manifest.shards, BoxTable.build([(tensor, box) for tensor, box, _ in parts]))
     except PlanError as error:
         raise PlanError(f"{reader.backend.url}: {error}") from error
-    boxes = [SharedBox(*row) for row in plan.rows()]
     shared: set[int] = set()
     exchanges: list[Callable[[Operation, Executor], Exchange]] = []
     groups = {} if offer is None or answer is None else offer.groups(answer)
     rank, offered = (0, ()) if offer is None else (offer.rank, offer.classes)
     for ranks, classes in find_rings(rank, offered, groups).items():
         members = {part for one in classes for part in one.requests}
-        stored = SharedBoxes(reader, parts, [one for one in boxes if one.part in members])
+        stored = SharedBoxes(reader, parts, [SharedBox(*row) for row in plan.rows() if row[0] in members])
         name = f"read/{classes[0].summary.digest.hex()}"
         exchanges.append(partial(RingExchange, name, plan_ring(ranks, stored.shared_parts()), stored))
         shared |= members
@@ -77,9 +76,9 @@ def plan_reads(
             exchanges.append(partial(ScatterExchange, name, shares, stored))
             shared.update(part for one in classes for part in one.requests)
     own = [
-        ReadPart(one.shard, one.box, box_view(parts[one.part].memory, one.box, parts[one.part].box))
-        for one in boxes
-        if one.part not in shared
+        ReadPart(shard, box, box_view(parts[part].memory, box, parts[part].box))
+        for part, shard, box in plan.rows()
+        if part not in shared
     ]
     return PlannedReads(reader, exchanges, own, int(plan.boxes.nbytes(manifest.tensors).sum()))
 
