@@ -143,8 +143,9 @@ def _plain(value: object) -> object:
 
 def _unwrapped(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the innermost module first, because a wrapper may have a ``config`` that is not the model's."""
-    inner = next((m for n in ("module", "_orig_mod") if isinstance(m := module._modules.get(n), nn.Module)), None)
-    inner = inner or module._modules.get("_fsdp_wrapped_module")
+    # A module may raise when its truth value is asked for.
+    names = ("module", "_orig_mod", "_fsdp_wrapped_module")
+    inner = next((m for name in names if isinstance(m := module._modules.get(name), nn.Module)), None)
     if inner is not None:
         yield from _unwrapped(inner)
     yield module
