@@ -29,7 +29,7 @@ from ..errors import (
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.threads import Threads
 from ..saving.engine import SharedSaves
-from ..saving.handle import SaveHandle, failure_of
+from ..saving.handle import SaveHandle, attempt_of, failure_of
 from ..storage_backends import StorageBackend, check_key
 from .options import Retention
 
@@ -199,6 +199,7 @@ class Housekeeping(Cleaner):
         self._saved = 0  # by this job
         self._numbers: dict[str, int] = {}  # of those that are not removed, by name
         self._staged: dict[str, tuple[SaveHandle, Committed]] = {}  # what is saved and not uploaded
+        self._unsent: list[tuple[Committed, str]] = []  # and what earlier jobs, or uploads that failed, have left there
         self._committed: list[Committed] | None = None  # from the oldest to the newest; None: unknown
         self._is_leaving = False
         self._thread = Threads(1, thread_name_prefix="bcp-housekeeping")
@@ -211,27 +212,20 @@ class Housekeeping(Cleaner):
         with suppress(CheckpointError):  # nothing uploads it
             self._of_earlier_jobs.update(files_of(decode_manifest(manifest, str(self._root))))
 
-    def superfluous(self, manifests: Mapping[str, bytes]) -> list[str]:
-        """Return the attempts of those checkpoints of earlier jobs that retention would remove, if all were uploaded.
-
-        ``manifests`` are those that are not uploaded, by name.
-        """
+    def expect_uploads(self, manifests: Mapping[str, bytes]) -> None:
+        """Note what earlier jobs have not uploaded, by name."""
         self._awaited = {*manifests}
         try:
             abandoned = complete_rollback(self._root, self._backend).attempts
         except (CheckpointError, StorageError):
-            return []  # it is unknown which are the newest
-        found: list[tuple[OrderKey, Committed]] = []
-        attempts: dict[str, str] = {}
+            return  # it is unknown which are the newest
+        found: list[tuple[OrderKey, Committed, str]] = []
         for name, data in manifests.items():
             with suppress(CheckpointError):
                 manifest = decode_manifest(data, name)
-                attempts[name] = manifest.attempt
-                found.append((order_key(name, manifest, abandoned), self._described(name, manifest, 0)))
-        ordered = [one for _, one in sorted(found, key=lambda pair: pair[0])]
-        superfluous = [one.name for one in expendable(self._retention, ordered)]
-        self._awaited.difference_update(superfluous)
-        return [attempts[name] for name in superfluous]
+                described = self._described(name, manifest, 0)
+                found.append((order_key(name, manifest, abandoned), described, manifest.attempt))
+        self._unsent = [(one, attempt) for _, one, attempt in sorted(found, key=lambda found: found[0])]
 
     def apply(self) -> None:
         """Remove what no rule keeps, after an upload of an earlier job's checkpoint."""
@@ -254,23 +248,28 @@ class Housekeeping(Cleaner):
         self._staged[saved.name] = save, saved
         save.add_uploaded_callback(uploaded)  # not in the order of the saves
 
-    def is_superfluous(self, saved: Committed) -> bool:
-        """Whether no rule would keep a checkpoint once all are uploaded that are committed in the tier.
+    def superfluous(self) -> list[str]:
+        """Return the attempts that wait for an upload, and that no rule would keep once all of them are uploaded.
 
-        For any thread.
+        For any thread. The caller leaves them out.
         """
-        staged = [one for save, one in self._staged.copy().values() if save.done() and failure_of(save) is None]
-        found = [*(self._committed or ())]
-        for one in staged:
-            found = _with(found, one)
-        return saved.name in {one.name for one in expendable(self._retention, found)}
+        found, attempts = [*(self._committed or ())], {}
+        staged = [one for one in self._staged.copy().values() if one[0].done() and failure_of(one[0]) is None]
+        for one, attempt in [*self._unsent, *((one, attempt_of(save)) for save, one in staged)]:
+            if self._numbers.get(one.name, 0) <= one.number:  # else this job has replaced it
+                found, attempts[one.name] = _with(found, one), attempt
+        names = {one.name for one in expendable(self._retention, found)} & attempts.keys()
+        self._awaited -= names
+        for unsent in [one for one in self._unsent if one[0].name in names]:
+            self._unsent.remove(unsent)
+        return [attempts[name] for name in names]
 
     def reorder(self) -> None:
         """Find out again, after the next commit, which checkpoints are the oldest: a rollback has abandoned some."""
         self._thread.submit(self._forget_order)
 
     def _forget_order(self) -> None:
-        self._committed = None
+        self._committed, self._unsent = None, []
 
     def leave(self) -> None:
         """Begin no further removal, because the process has little time left. The next job does the rest."""
@@ -292,6 +291,8 @@ class Housekeeping(Cleaner):
         if self._is_leaving:
             return
         if failure is not None:
+            if self._root.tier is not None and failure_of(save) is None:
+                self._unsent.append((saved, attempt_of(save)))
             self._committed = None  # an earlier checkpoint of this name may still be there
             self._is_swept = False
             return

@@ -207,7 +207,8 @@ class CheckpointManager:
                 pending.setdefault(name, manifest)
             superfluous: list[str] = []
             if pending and held.housekeeping is not None and held.lease is not None and held.lease.is_acquired:
-                superfluous = held.housekeeping.superfluous(pending)
+                held.housekeeping.expect_uploads(pending)
+                superfluous = held.housekeeping.superfluous()
             answer = msgpack.packb([pending, superfluous]) if op.rank == 0 else None
             pending, superfluous = msgpack.unpackb(op.broadcast("tier", answer))
             if held.tier_folder is not None:
@@ -682,7 +683,7 @@ class CheckpointManager:
         if tier_folder is not None:
             request = replace(request, upload_stop=tier_folder.stop)
             if housekeeping is not None:
-                request = replace(request, is_superfluous=partial(housekeeping.is_superfluous, saved))
+                request = replace(request, superfluous=housekeeping.superfluous)
         cleaners = [one for one in (housekeeping, tier_folder) if one is not None]
         for one in cleaners:
             one.expect(saved.name)
@@ -771,6 +772,7 @@ class CheckpointManager:
             self.root,
             tier,
             self._session.engine.uploads,
+            self._session.engine.upload_queue,
             self._session.engine.shared,
             self._names,
             deadline_s=self._job.deadline_s,

@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of, remove_attempt
 from ..checkpoint.location import Location, Tier
@@ -30,6 +31,7 @@ from ..format.manifest import MANIFEST_KEY, Manifest
 from ..runtime.threads import Threads
 from ..saving.engine import SharedSaves
 from ..saving.handle import SaveHandle, attempt_of, failure_of
+from ..saving.upload_queue import UploadQueue
 from ..storage_backends.local.backend import LocalBackend
 from ..transfer.journal import JournalHead, find_damaged_journals, find_journals, repair_journals
 from ..transfer.staged import continue_upload, is_pending, remove_superseded
@@ -45,14 +47,15 @@ _MANY_WAITING = 4  # checkpoints for the upload; more is not a peak any more
 class TierFolder(Cleaner):
     """The tier of the manager's root, on each rank. Several ranks of a machine may share it.
 
-    ``uploads`` is the thread that uploads, and ``saves`` is what its saves share. The newest ``tier.keep`` checkpoints
-    stay, and all that are not uploaded yet. ``job`` marks the attempts of this job; ``guard`` raises if it has lost the
-    root.
+    ``uploads`` is the thread that uploads what waits in ``queue``, and ``saves`` is what its saves share. The newest
+    ``tier.keep`` checkpoints stay, and all that are not uploaded yet. ``job`` marks the attempts of this job; ``guard``
+    raises if it has lost the root.
     """
 
     root: Location
     tier: Tier
     uploads: Threads
+    queue: UploadQueue[Any]
     saves: SharedSaves
     names: StepNames
     deadline_s: float
@@ -60,8 +63,7 @@ class TierFolder(Cleaner):
     guard: Callable[[], None]
     stop: Stop = field(default_factory=Stop)  # ends the uploads of the saves that are made with it
     _unfinished: list[SaveHandle] = field(default_factory=list)
-    _continued: set[str] = field(default_factory=set)  # attempts that were uploaded after their upload had failed
-    _superfluous: frozenset[str] = frozenset()
+    _continued: set[str] = field(default_factory=set)  # attempts that were uploaded, or left out, later
     _after_earlier: Callable[[], None] = lambda: None
     _next_warning: int = _MANY_WAITING
     _begun: Future[None] = field(default_factory=Future)
@@ -96,7 +98,9 @@ class TierFolder(Cleaner):
         ``manifests`` are ``pending`` on all ranks: one may have been killed before it stored what another had stored.
         Those of the attempts ``superfluous`` are not uploaded. ``uploaded`` is called after others were.
         """
-        self._superfluous, self._after_earlier = frozenset(superfluous), uploaded
+        for attempt in superfluous:
+            self.queue.leave_out(attempt)
+        self._after_earlier = uploaded
         self._begun = self.uploads.submit(self._begin, manifests)
 
     def lacks_files(self) -> bool:
@@ -204,13 +208,13 @@ class TierFolder(Cleaner):
         """Continue every upload that no process is working on, the newest first, unless a save of this job waits."""
         stop, has_failed, has_uploaded = self.stop, False, False
         found = sorted(find_journals(self._folder.url), key=lambda one: _created(*one), reverse=True)
-        for path, head in sorted(found, key=lambda one: one[1].attempt in self._superfluous):
+        for path, head in sorted(found, key=lambda one: self.queue.is_left_out(one[1].attempt)):
             if stop.is_set or self.is_busy():
                 break
             name = os.path.relpath(os.path.dirname(path), self._folder.url)
             if head.rank is None or head.direction != "to" or not self.names.is_managed(name):
                 continue
-            is_superfluous = head.attempt in self._superfluous
+            is_superfluous = self.queue.is_left_out(head.attempt)
             if is_superfluous and has_failed:
                 break  # a later one is not uploaded yet
             store = self.root.join(name).open(self.deadline_s)
@@ -234,8 +238,9 @@ class TierFolder(Cleaner):
             else:
                 if report is not None:
                     _log.info("%s: this machine's part of an earlier upload is complete", os.path.dirname(path))
-                    self._continued.add(head.attempt)
                     has_uploaded = True
+                if report is not None or is_superfluous:
+                    self._continued.add(head.attempt)
         if has_uploaded:
             self._after_earlier()
 

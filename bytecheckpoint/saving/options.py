@@ -101,8 +101,8 @@ class SaveRequest(SaveOptions):
         job: Mark of the job that holds the lease of the root; part of the attempt's name.
         guard: Called on rank 0 right before the manifest is written. If it raises, the save fails.
         upload_stop: Ends the upload before it is complete.
-        is_superfluous: Called on rank 0; returns whether retention would remove the checkpoint once those are uploaded
-            that were saved later, so that it need not be uploaded.
+        superfluous: Called on rank 0; returns the attempts that need not be uploaded, because retention would remove
+            them once those are uploaded that were saved later.
     """
 
     deadline_s: float = DEFAULT_DEADLINE_S
@@ -113,7 +113,7 @@ class SaveRequest(SaveOptions):
     job: bytes = b""
     guard: Callable[[], None] = field(default=lambda: None, compare=False)
     upload_stop: Stop = field(default_factory=Stop, compare=False)
-    is_superfluous: Callable[[], bool] = field(default=lambda: False, compare=False)
+    superfluous: Callable[[], Sequence[str]] = field(default=tuple, compare=False)
 
     @classmethod
     def of(cls, options: SaveOptions | Mapping[str, Any] | None, **rest: Any) -> SaveRequest:

@@ -8,21 +8,14 @@ there are as many turns as saves, each checkpoint is uploaded, or left out, in o
 from __future__ import annotations
 
 import threading
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from ..runtime.waiting import Waiters
 
 _MOST_WITHOUT = 1024  # rank 0 chooses none that has waited for so many others
 
-
-class Waiting(Protocol):
-    """An upload that waits for its turn."""
-
-    def is_superfluous(self) -> bool:
-        """Whether the checkpoint would be removed from the store at once. On rank 0."""
-
-
-T = TypeVar("T", bound=Waiting)
+T = TypeVar("T")
 
 
 class UploadQueue(Generic[T]):
@@ -31,7 +24,8 @@ class UploadQueue(Generic[T]):
     def __init__(self) -> None:
         self._lock, self._waiters = threading.Lock(), Waiters()
         self._waiting: dict[str, T] = {}  # from the oldest to the newest
-        self._without: dict[str, None] = {}  # attempts that rank 0 has left out, or whose saves have failed here
+        # Attempts that rank 0 has left out (True), also of earlier jobs, or whose saves have failed here.
+        self._without: dict[str, bool] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -50,15 +44,13 @@ class UploadQueue(Generic[T]):
         """Note that the save has failed on this rank, so that ``take`` does not wait for its upload."""
         with self._lock:
             self._waiting.pop(attempt, None)
-            self._note_without(attempt)
+            self._note_without(attempt, is_left_out=False)
         self._waiters.wake()
 
-    def choose(self) -> list[str]:
+    def choose(self, superfluous: Sequence[str]) -> list[str]:
         """On rank 0, return the attempt that is next (empty if none waits), and those that are left out."""
         with self._lock:
-            waiting = [*self._waiting.items()]
-        newest = waiting[-1][0] if waiting else ""
-        return [newest, *(attempt for attempt, one in waiting[:-1] if one.is_superfluous())]
+            return [next((one for one in reversed(self._waiting) if one not in superfluous), ""), *superfluous]
 
     def take(self, attempt: str) -> T | None:
         """Remove an upload and return it, once it waits; None if its save has failed on this rank.
@@ -74,11 +66,15 @@ class UploadQueue(Generic[T]):
         with self._lock:
             found = self._waiting.pop(attempt, None)
             if found is None:
-                self._note_without(attempt)
+                self._note_without(attempt, is_left_out=True)
             return found
 
-    def _note_without(self, attempt: str) -> None:
-        self._without[attempt] = None
+    def is_left_out(self, attempt: str) -> bool:
+        """Whether ``leave_out`` was called for an attempt that did not wait."""
+        return self._without.get(attempt, False)
+
+    def _note_without(self, attempt: str, *, is_left_out: bool) -> None:
+        self._without[attempt] = is_left_out
         while len(self._without) > _MOST_WITHOUT:
             del self._without[next(iter(self._without))]
 

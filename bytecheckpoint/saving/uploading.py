@@ -83,10 +83,6 @@ class SaveUpload:
             self._engine.upload_queue.refuse(self._attempt)
             self._fail(StorageError(f"the upload cannot begin: {error}; run bcp upload to make it"))
 
-    def is_superfluous(self) -> bool:
-        """Whether retention would remove the checkpoint from the store at once."""
-        return self._options.is_superfluous()
-
     def cancel(self, error: BaseException, *, may_exist: bool = False) -> None:
         """The save has failed: there is nothing to upload, unless the checkpoint ``may_exist`` on another machine."""
         self._engine.upload_queue.refuse(self._attempt)
@@ -103,7 +99,7 @@ class SaveUpload:
         try:
             with self._follow() as op, self._failing_when_stopped(op):
                 with op.phase("choose"):
-                    answer = msgpack.packb(queue.choose()) if op.rank == 0 else None
+                    answer = msgpack.packb(queue.choose(self._options.superfluous())) if op.rank == 0 else None
                 attempt, *skipped = msgpack.unpackb(op.broadcast("choose", answer))
         except BaseException as error:  # noqa: BLE001 - the handle raises it
             found: SaveUpload | None = queue.take_any(self._attempt)

@@ -218,7 +218,7 @@ def test_the_newest_checkpoint_is_uploaded_first(places: Places, keep: Any, uplo
 def test_the_backlog_of_an_ended_job_holds_up_no_save(
     places: Places, monkeypatch: pytest.MonkeyPatch, saves: bool
 ) -> None:
-    """Its newest checkpoint goes first, and what retention would remove is discarded."""
+    """Its newest checkpoint goes first, and what retention would remove is discarded, also because of a later save."""
     with failing_uploads():
         manager = bcp.CheckpointManager(places.root, preemption=None, keep=3)
         for step in range(1, 7):
@@ -247,10 +247,34 @@ def test_the_backlog_of_an_ended_job_holds_up_no_save(
             manager.save(7, state(2.0), force=True)
         may_begin.set()
     stop()
-    assert order == ([6, 7, 5, 4, -3, -2, -1] if saves else [6, 5, 4, -3, -2, -1])
+    assert order == ([6, 7, 5, -4, -3, -2, -1] if saves else [6, 5, 4, -3, -2, -1])
     assert sorted(path.name for path in places.store.iterdir()) == [f"step-{step}" for step in (4, 5, 6)[saves:]] + (
         ["step-7"] if saves else []
     )
+    assert list(find_journals(str(places.tier))) == []
+
+
+def test_failed_uploads_are_continued_only_if_they_are_kept(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store was down for a while. A regression: all that was saved meanwhile was sent, and removed at once."""
+    sent: list[str] = []
+
+    def record(folder: LocalBackend, *arguments: Any, **options: Any) -> Any:
+        report = staged.continue_upload(folder, *arguments, **options)
+        if report is not None:
+            sent.append(os.path.basename(folder.url))
+        return report
+
+    monkeypatch.setattr(tier, "continue_upload", record)
+    with bcp.CheckpointManager(places.root, preemption=None, keep=2) as manager:
+        with failing_uploads():
+            for step in range(1, 9):
+                handle = manager.save(step, state(1.0), force=True)
+                assert handle is not None
+                with pytest.raises(StorageError, match="is broken"):
+                    handle.uploaded(WAIT_S)
+        manager.save(9, state(1.0), force=True)
+    assert sent == ["step-8"]
+    assert sorted(path.name for path in places.store.iterdir()) == ["step-8", "step-9"]
     assert list(find_journals(str(places.tier))) == []
 
 

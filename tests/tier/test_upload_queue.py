@@ -9,14 +9,9 @@ from bytecheckpoint.saving.upload_queue import UploadQueue
 from bytecheckpoint.testing import time_limit
 
 
-class _Upload:
-    def is_superfluous(self) -> bool:
-        return False
-
-
 def test_an_upload_is_taken_once_it_waits_or_has_failed() -> None:
-    queue: UploadQueue[_Upload] = UploadQueue()
-    one = _Upload()
+    queue: UploadQueue[object] = UploadQueue()
+    one = object()
     with ThreadPoolExecutor(2) as threads:
         taken, failed = threads.submit(queue.take, "a"), threads.submit(queue.take, "b")
         assert queue.add("a", one)
@@ -27,8 +22,20 @@ def test_an_upload_is_taken_once_it_waits_or_has_failed() -> None:
 
 
 def test_failed_saves_do_not_accumulate() -> None:
-    queue: UploadQueue[_Upload] = UploadQueue()
+    queue: UploadQueue[object] = UploadQueue()
     for number in range(3 * upload_queue._MOST_WITHOUT):
         queue.refuse(str(number))
     assert len(queue._without) == upload_queue._MOST_WITHOUT
-    assert not queue.add(str(number), _Upload())
+    assert not queue.add(str(number), object())
+
+
+def test_what_is_left_out_is_not_chosen() -> None:
+    queue: UploadQueue[object] = UploadQueue()
+    for attempt in "abc":
+        queue.add(attempt, object())
+    assert queue.choose(["c", "earlier"]) == ["b", "c", "earlier"]
+    assert queue.choose(["a", "b", "c"]) == ["", "a", "b", "c"]
+    assert queue.leave_out("earlier") is None
+    queue.refuse("failed")
+    assert queue.is_left_out("earlier")
+    assert not queue.is_left_out("failed")
