@@ -17,6 +17,8 @@ from ..errors import MismatchError, StateError, UnserializableError
 from ..runtime.messages import listed
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
+from .joined import find_joined
+from .module_tree import modules_of
 from .optimizer_class import class_path, lineage_of, require_same_class
 from .optimizer_groups import agreed_options, empty_groups, group_path, groups_of, options_of, set_options
 from .optimizer_params import NamedParam, named_params
@@ -85,7 +87,23 @@ class OptimizerAdapter(Adapter):
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
         holders, params = self.describe(obj, context)
-        return fill_by_name(holders, params, context, stored)
+        return fill_by_name(holders, _divided(params, context, stored), context, stored)
+
+
+def _divided(params: list[NamedParam], context: Context, stored: StoredSection) -> list[NamedParam]:
+    """The parameters, those with the names of their parts that transformers joins and of which only parts are stored.
+
+    Only names count: the numbers of a state dict do not show which parts they are.
+    """
+    shapes = {fqn: shape for named in params for fqn, shape in named.layout.fqns.items()}
+    if all(group_path(fqn) in stored.values for fqn in shapes):
+        return params
+    known = {str(path[1]) for path in stored.values if len(path) > 1}
+    known |= {name.partition(".")[2].rpartition(".")[0] for name in stored.metas}
+    lacking = {fqn: shape for fqn, shape in shapes.items() if fqn not in known}
+    modules = [module for value in context.state.values() for module in modules_of(value)]
+    joined = find_joined(modules, lacking, known - shapes.keys(), context)
+    return [named.divided(joined) for named in params]
 
 
 def capture_by_name(holders: Sequence[StateHolder], params: list[NamedParam], context: Context) -> SectionSource:

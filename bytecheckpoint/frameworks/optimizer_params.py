@@ -7,7 +7,7 @@ The names come from the modules in the same state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import torch
 from ..errors import NameCollisionError, StateError
 from .base import Context
 from .dtensor import dtensor_layout, is_dtensor
+from .joined import Joined, divided_layout
 from .layout import ParamLayout
 from .module_tree import clean_name, modules_of, named_slots
 from .optimizer_wrappers import StateHolder
@@ -28,7 +29,8 @@ class NamedParam:
 
     ``master`` is the copy that the optimizer steps if the model computes in a lower precision; it has the layout of the
     parameter. ``origins`` maps each name to the section and name of the model's tensor that is computed from it.
-    ``entry_layouts`` are the layouts of entries of the state that differ from the parameter's, by key.
+    ``entry_layouts`` are the layouts of entries of the state that differ from the parameter's, by key. ``is_divided``:
+    the layout has names of parts of the parameter, which were stored one by one.
     """
 
     param: torch.Tensor
@@ -39,6 +41,7 @@ class NamedParam:
     master: torch.Tensor | None = None
     origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     entry_layouts: Mapping[str, ParamLayout] = field(default_factory=dict)
+    is_divided: bool = False
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -48,7 +51,9 @@ class NamedParam:
     @cached_property
     def local_layout(self) -> ParamLayout:
         """The layout of a plain tensor with the shape of the parameter's local memory."""
-        return dtensor_layout(self.names[0], self.param) if is_dtensor(self.param) else self.layout
+        if self.is_divided or not is_dtensor(self.param):
+            return self.layout
+        return dtensor_layout(self.names[0], self.param)
 
     @property
     def state(self) -> Mapping[Any, Any]:
@@ -73,6 +78,18 @@ class NamedParam:
         if is_dtensor(self.param):
             return False
         return 0 in self.layout.local_shape and any(0 not in shape for shape in self.layout.fqns.values())
+
+    def divided(self, joined: Joined) -> NamedParam:
+        """The parameter under the names of its parts, if it is joined."""
+        if joined.keys().isdisjoint(self.names):
+            return self
+        origins: dict[str, tuple[str, str]] = {}
+        for fqn, (section, name) in self.origins.items():
+            parts = {part.name: (section, part.name) for part in joined.get(fqn, ())}
+            origins.update(parts or {fqn: (section, name)})
+        entries = {key: divided_layout(layout, joined) for key, layout in self.entry_layouts.items()}
+        layout = divided_layout(self.layout, joined)
+        return replace(self, layout=layout, origins=origins, entry_layouts=entries, is_divided=True)
 
 
 def named_params(holders: Sequence[StateHolder], context: Context) -> list[NamedParam]:

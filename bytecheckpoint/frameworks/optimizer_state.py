@@ -69,6 +69,9 @@ def lay_out(
     which part of a sharded parameter it describes.
     """
     kind = kind or tensor_kind(tensor)
+    if kind.is_distributed and named.is_divided:
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]
+        kind = tensor_kind(tensor)
     whole = named.names[0] if kind.is_distributed else None
     layout = None
     if whole is None:

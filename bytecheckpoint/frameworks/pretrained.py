@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..runtime.messages import listed
+from ..tensors.metadata import BasicMeta
 from ..tensors.shards import SectionTarget, StoredSection
 from .base import Context
-from .dtensor import loaded_class
+from .joined import divide_target, find_joined, original_model, transformers_models
 from .module_tree import Slot, named_slots, named_submodules
 
 _log = logging.getLogger(__name__)
@@ -52,11 +52,18 @@ def target_of_stored_names(
     adapters = _adapter_sources(modules, names, stored)
     converted = _converted_sources(modules, names, stored)
     sources = {**converted, **adapters}
+    layouts = context.layouts_of(context.state[context.section]).values() if stored.metas.keys() - names else ()
+    shapes = {fqn: shape for layout in layouts for fqn, shape in layout.fqns.items()}
+    lacking = {fqn: shape for fqn, shape in shapes.items() if fqn not in stored.metas and fqn not in sources}
+    joined = find_joined(modules, lacking, stored.metas.keys() - names - shapes.keys(), context)
     seen = stored
-    if sources:
+    if sources or joined:
         metas = {name: stored.metas[source] for name, source in sources.items()}
+        for name, parts in joined.items():
+            metas[name] = BasicMeta(stored.metas[parts[0].name].dtype, shapes[name])
         seen = replace(stored, metas={**stored.metas, **metas})
     target = make_target(seen)
+    divide_target(target, joined)
     target.ignorable.update(source for name, source in sources.items() if name in target.ignorable)
     _read_from(target, {name: source for name, source in sources.items() if name in target.metas})
     if converted:
@@ -102,13 +109,8 @@ def _converted_sources(modules: Sequence[nn.Module], names: Collection[str], sto
     if not extra or not names - stored.metas.keys():
         return {}
     found: dict[str, list[str]] = {}
-    model = loaded_class("transformers.modeling_utils", "PreTrainedModel")
-    above: list[str] = []
-    for prefix, module in _named(modules):
-        if not isinstance(module, model) or any(prefix.startswith(one) for one in above):
-            continue
-        above.append(prefix)
-        rename = _conversion(module)
+    for prefix, model in transformers_models(modules):
+        rename = _conversion(model)
         for source in extra:
             name = prefix + rename(source[len(prefix) :]) if source.startswith(prefix) else source
             if name in names and name not in stored.metas:
@@ -122,11 +124,7 @@ def _conversion(model: Any) -> Callable[[str], str]:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-        kind = next(one for one in type(model).__mro__ if one.__module__.startswith("transformers."))
-        if kind is not type(model):  # FSDP-2 replaces classes, and transformers finds conversions by class
-            with torch.device("meta"):
-                model = kind(model.config)
-        found = get_model_conversion_mapping(model)
+        found = get_model_conversion_mapping(original_model(model))
     except Exception as error:  # noqa: BLE001 - an older version, or a model without a configuration
         _log.debug("names are used as they are: transformers has no conversion of %s: %s", type(model).__name__, error)
         return lambda name: name

@@ -281,8 +281,8 @@ _ADVICE = {
 _EXPERTS = ".experts."
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _JOINED_EXPERTS = (
-    "  each expert is stored by itself, and transformers joins them in memory: "
-    "options={'rules': bytecheckpoint.integrations.hub.hub_rules(model)} joins them"
+    "  each expert is stored by itself, and transformers joins them in memory; a load does the same for a tensor of "
+    "which all parts are stored, under the names of save_pretrained"
 )
 
 
