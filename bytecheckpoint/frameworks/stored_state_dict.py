@@ -77,6 +77,9 @@ def only_division(
 
 
 _STATE, _GROUPS = "state", "param_groups"
+_NESTED = "__bnb_optimizer_quant_state__"
+"""Where ``state_dict()`` of bitsandbytes puts the entries of a parameter that FSDP must not gather."""
+
 _ADVICE = (
     "Save the optimizer itself, or get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint, which "
     "identify parameters by name"
@@ -143,7 +146,7 @@ class StoredStateDict:
             if key in self._names:
                 for own in _tensors_in(entries, ()):
                     name = path_name((_STATE, self._names[key], *own))
-                    self._stored_names[name] = path_name((_STATE, key, *own))
+                    self._stored_names[name] = self._stored_name(key, own)
         if contents.groups and is_numbered(contents.groups):
             self._check_shapes(contents.state)
         metas = {name: stored.metas[source] for name, source in self._stored_names.items()}
@@ -179,6 +182,8 @@ class StoredStateDict:
             return self._flat_contents(values)
         groups = self._tree(values, _GROUPS)
         contents = _Contents(state=self._tree(values, _STATE), groups=groups)
+        for entries in contents.state.values():
+            entries.update(entries.pop(_NESTED, {}))
         if is_numbered(groups):  # DCP turns the keys of mappings into text
             contents.state = {_as_number(key): entries for key, entries in contents.state.items()}
         for group in groups:
@@ -194,6 +199,10 @@ class StoredStateDict:
         ]
         containers = {path: value for path, value in below.items() if type(value) is Container}
         return build_tree(leaves, containers, (root,), self._context.section)
+
+    def _stored_name(self, key: Any, own: Path) -> str:
+        name = path_name((_STATE, key, *own))
+        return name if name in self._stored.metas else path_name((_STATE, key, _NESTED, *own))
 
     def _flat_contents(self, values: Mapping[Path, Any]) -> _Contents:
         """A flattened state dict has one entry ``state.<fqn>.<key>`` or ``param_groups.<fqn>.<key>`` for each value."""
@@ -270,7 +279,7 @@ class StoredStateDict:
         found: dict[Any, tuple[int, ...]] = {}
         for key, entries in state.items():
             own = [path for path in _tensors_in(entries, ()) if len(path) == 1]
-            shapes = {self._stored.metas[path_name((_STATE, key, *path))].shape for path in own} - {()}
+            shapes = {self._stored.metas[self._stored_name(key, path)].shape for path in own} - {()}
             if len(shapes) == 1:
                 (found[key],) = shapes
         return found
@@ -293,7 +302,7 @@ class StoredStateDict:
         fits: dict[str, dict[str, bool]] = {}
         for key, fqn in self._names.items():
             for own in _tensors_in(state.get(key, {}), ()):
-                stored = self._stored.metas[path_name((_STATE, key, *own))].shape
+                stored = self._stored.metas[self._stored_name(key, own)].shape
                 if stored:
                     # Matrices in lists may be factors of any shape, even by chance the parameter's.
                     kind = str(own[0]) if len(own) == 1 else ""

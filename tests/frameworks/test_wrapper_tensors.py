@@ -297,3 +297,26 @@ def test_plain_codes_and_absmax_are_stored_whole_and_refused_sharded(rank_pool, 
     for key, value in saved.state[model.weight].items():
         assert torch.equal(torch.as_tensor(target.state[model.weight][key]), torch.as_tensor(value)), key
     rank_pool.run(load_bitsandbytes_sharded, str(tmp_path), world_size=2)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_state_dict_of_bitsandbytes_nests_its_entries(tmp_path, stepped):
+    """``optimizer.pt`` as bitsandbytes 0.50 writes it: all but the step is in a dict that FSDP leaves alone."""
+    model = nn.Linear(8, 8, bias=False)
+    entries = codes_and_absmax(model.weight)
+    nested = {"step": entries["step"], "__bnb_optimizer_quant_state__": {k: entries[k] for k in entries if k != "step"}}
+    groups = [{"lr": 0.5, "params": [0]}]
+    torch.save(
+        {"model": model.state_dict(), "optimizer": {"state": {0: nested}, "param_groups": groups}}, tmp_path / "a.pt"
+    )
+    target = Keeper(model.parameters(), lambda p: {k: v * 0 for k, v in codes_and_absmax(p).items()})
+    if stepped:
+        target.step()
+    report = bcp.load(tmp_path / "a.pt", {"model": model, "optimizer": target})
+    assert (report.missing, report.unexpected) == ([], [])
+    found = target.state[model.weight]
+    assert found.keys() == entries.keys()
+    assert all(torch.equal(torch.as_tensor(found[key]), torch.as_tensor(entries[key])) for key in entries)
+    assert target.param_groups[0]["lr"] == 0.5
+    with pytest.raises(MismatchError, match="exp_avg"):
+        bcp.load(tmp_path / "a.pt", {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
