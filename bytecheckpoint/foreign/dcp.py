@@ -19,7 +19,7 @@ from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from .archives import TorchArchive, read_embedded
 from .building import IndexBuilder, StoredBox, StoredLeaf
-from .naming import sections_of
+from .naming import OPTIMIZER_SECTION, sections_of, step_of
 from .pickles import Global, Instance, Storage, TensorRef, explain, interpret, storage_dtype
 from .source_path import SourcePath, read_all
 from .torch_values import TorchValues
@@ -27,6 +27,8 @@ from .torch_values import TorchValues
 METADATA_KEY = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+_LIGHTNING = "meta.pt"
+_NUMBERED_OPTIMIZER = re.compile(r"optimizer_\d{1,6}")
 _HEADERS = "all_tensor_metadata"
 
 
@@ -41,9 +43,26 @@ def read_dcp(source: SourcePath) -> Index | None:
     folder = DcpFolder(source)
     builder = IndexBuilder(source.backend, "torch.distributed.checkpoint")
     tree = folder.tree(builder)
+    if _LIGHTNING in source.children:
+        tree = _with_lightning(tree, TorchValues(builder).tree(*source.objects([_LIGHTNING])))
     for section, part in sections_of(tree).items():
         builder.add_tree(section, part)
-    return builder.build(world_size=folder.world_size)
+    return builder.build(world_size=folder.world_size, step=step_of(tree))
+
+
+def _with_lightning(tree: dict[str, Any], rest: Any) -> dict[str, Any]:
+    """The tree with what Lightning stores of schedulers, loops and counters, and with one optimizer.
+
+    Lightning numbers its optimizers, whose parameters have names. As in a save of a list of them, all are one section.
+    """
+    names = sorted((name for name in tree if _NUMBERED_OPTIMIZER.fullmatch(name)), key=lambda name: int(name[10:]))
+    optimizers = [tree[name] for name in names]
+    if optimizers and all(isinstance(one, dict) and "param_groups" in one for one in optimizers):
+        tree = {name: value for name, value in tree.items() if name not in names}
+        state = {fqn: entries for one in optimizers for fqn, entries in one.get("state", {}).items()}
+        groups = [group for one in optimizers for group in one["param_groups"]]
+        tree[OPTIMIZER_SECTION] = {"state": state, "param_groups": groups}
+    return {**rest, **tree} if isinstance(rest, dict) else tree
 
 
 class Item(NamedTuple):

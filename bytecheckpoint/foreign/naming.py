@@ -105,3 +105,9 @@ def module_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if len(set(names.values())) != len(names):
         return dict(state_dict)
     return {names[name]: value for name, value in state_dict.items()}
+
+
+def step_of(tree: Any) -> int | None:
+    """The number of optimizer steps in a tree of a training, if it is stored."""
+    found = [tree[key] for key in ("global_step", "step", "iteration") if isinstance(tree, dict) and key in tree]
+    return found[0] if found and type(found[0]) is int and found[0] >= 0 else None

@@ -21,7 +21,7 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
 from .archives import LEGACY_MAGIC, read_archive
 from .building import IndexBuilder, StoredBox, StoredLeaf
-from .naming import sections_of
+from .naming import sections_of, step_of
 from .pickles import Global, Instance, Storage, TensorRef, explain
 from .source_path import SourcePath
 
@@ -146,9 +146,4 @@ def read_torch_file(source: SourcePath) -> Index | None:
         )
     for section, part in sections_of(tree).items():
         builder.add_tree(section, part)
-    return builder.build(name=source.name, step=_step_of(tree))
-
-
-def _step_of(tree: Any) -> int | None:
-    found = [tree[key] for key in ("global_step", "step", "iteration") if isinstance(tree, dict) and key in tree]
-    return found[0] if found and type(found[0]) is int and found[0] >= 0 else None
+    return builder.build(name=source.name, step=step_of(tree))

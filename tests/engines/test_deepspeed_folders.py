@@ -227,6 +227,27 @@ def test_one_process_without_deepspeed(stage: int, pool: RankPool, tmp_path: Pat
     assert torch.equal(rows, expected["embedding.weight"][7:11])
 
 
+def _save_as_lightning(rank: int, world_size: int, folder: str) -> Any:
+    """Save as ``DeepSpeedStrategy`` does, which passes its own schedulers in the client state."""
+    model = Decoder(1)
+    optimizer = adamw(model, 1e-3)
+    engine = initialize(model, optimizer, {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}})
+    train(engine, range(1))
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.5), 1)
+    scheduler.last_epoch = 7
+    rest = {"lr_schedulers": [scheduler.state_dict()], "epoch": 4, "global_step": 1, "loops": {}}
+    _save_folder(engine, folder, tag="checkpoint", client_state=rest)
+    return scheduler.state_dict()
+
+
+def test_the_schedulers_of_lightning(pool: RankPool, tmp_path: Path) -> None:
+    (expected,) = pool.run(_save_as_lightning, str(tmp_path), world_size=1, timeout_s=280)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(Decoder(2).parameters(), lr=0.1), 1)
+    extra = {"epoch": 0}
+    bcp.load(tmp_path, {"lr_scheduler": scheduler, "extra_state": extra}, strict={"extra_state": False})
+    assert (scheduler.state_dict(), extra) == (expected, {"epoch": 4})
+
+
 # ---------------------------------------------------------------------------------------------------------------- bytes
 
 

@@ -17,6 +17,7 @@ from .optimizer import FlatGroupWriter, add_scaler
 from .partitions import FlatGroup, flat_groups
 from .unpartitioned import add_numbered_optimizer, replicated_groups, universal_groups
 
+_LIGHTNING = "lr_schedulers"  # Lightning's, in the client state
 _SECTIONS = ("lr_scheduler", "data_sampler", "random_ltd")
 
 # What DeepSpeed itself puts into a model file. Everything else is the caller's ``client_state``.
@@ -90,4 +91,6 @@ def _add_the_rest(first: Mapping[str, Any], builder: IndexBuilder, values: Torch
         if isinstance(first.get(section), dict):
             builder.add_tree(section, values.tree(first[section]))
     extra = {key: value for key, value in first.items() if type(key) is str and key not in _OWN_KEYS}
+    if not builder.has_section("lr_scheduler") and isinstance(schedulers := extra.pop(_LIGHTNING, None), list):
+        builder.add_tree("lr_scheduler", values.tree(schedulers[0] if len(schedulers) == 1 else schedulers))
     builder.add_tree(EXTRA_SECTION, values.tree(extra))
