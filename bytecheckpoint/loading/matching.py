@@ -277,6 +277,7 @@ _ADVICE = {
     "gives each its own memory",
 }
 
+_FOR_MODEL = re.compile(r"'model': ([\w']+)")
 
 _EXPERTS = ".experts."
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -294,12 +295,18 @@ def mismatch_error(
     Patterns are compared with ``known_names``, all others with ``stored_names``.
     """
     head = f"{url} does not fit the state ({len(faults)} fault(s)); nothing was changed:"
-    lines = fault_lines(faults, stored_names, _ADVICE, known_names)
+    lines = fault_lines(faults, stored_names, {kind: _advice(kind, faults) for kind in _ADVICE}, known_names)
     if any(kind == "missing" and _EXPERTS in name for kind, name, _ in faults) and any(
         kind == "unexpected" and _ONE_EXPERT.search(name) for kind, name, _ in faults
     ):
         lines.append(_JOINED_EXPERTS)
     return MismatchError("\n".join([head, *lines]), list(faults))
+
+
+def _advice(kind: str, faults: Iterable[Fault]) -> str:
+    """What to do about faults of a kind, for the sections that they are in."""
+    sections = sorted({name.partition(".")[0] for of_kind, name, _ in faults if of_kind == kind})
+    return _FOR_MODEL.sub(lambda one: ", ".join(f"{section!r}: {one[1]}" for section in sections), _ADVICE[kind])
 
 
 def fault_lines(
@@ -313,12 +320,15 @@ def fault_lines(
     hints = {"missing": stored.suggestion, "rename": stored.nearest, "pattern": known.nearest}
     lines: list[str] = []
     for kind, what_to_do in advice.items():
-        found = sorted({(name, detail) for k, name, detail in faults if k == kind})
+        found: dict[str, list[str]] = {}  # ranks may find several faults of one name
+        for name, detail in sorted({(name, detail) for k, name, detail in faults if k == kind}):
+            found.setdefault(name, []).append(detail)
         if not found:
             continue
         lines.append(f"  {kind}: {len(found)} {what_to_do}".rstrip())
-        for name, detail in found[:_MAX_SHOWN_FAULTS]:
+        for name, details in list(found.items())[:_MAX_SHOWN_FAULTS]:
             hint = hints[kind](name) if kind in hints else ""
+            detail = "; and ".join(filter(None, details))
             lines.append(f"    {name}{': ' + detail if detail else ''}{hint}")
         if len(found) > _MAX_SHOWN_FAULTS:
             lines.append(f"    ... and {len(found) - _MAX_SHOWN_FAULTS} more (the error's .faults lists all)")

@@ -19,7 +19,7 @@ from bytecheckpoint.checkpoint import location
 from bytecheckpoint.errors import BytecheckpointError, MismatchError, StorageError
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import FaultRule, FaultyBackend, time_limit
-from bytecheckpoint.testing.ranks import RankPool
+from bytecheckpoint.testing.ranks import RankPool, RanksFailed
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +182,21 @@ def test_unused_values_of_single_ranks_are_unexpected(pool: RankPool, tmp_path: 
 
 def _draw() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def _load_other_shapes(rank: int, world_size: int, path: str) -> None:
+    bcp.save(path, {"own": bcp.PerRank({"seen": torch.zeros(3 + rank)}), "rest": {"table": torch.zeros(2)}})
+    bcp.load(path, {"own": bcp.PerRank({"seen": torch.zeros(9)}), "rest": {"table": torch.zeros(3)}})
+
+
+def test_shapes_of_single_ranks_are_one_line(pool: RankPool, tmp_path: Path) -> None:
+    """The message has each name once, and the advice for the sections in question."""
+    with pytest.raises(RanksFailed) as raised:
+        pool.run(_load_other_shapes, str(tmp_path / "a"), world_size=2)
+    text = str(raised.value)
+    assert "strict={'own': 'skip_mismatched', 'rest': 'skip_mismatched'}" in text
+    assert "own.seen: stored [3], requested [9]; and stored [4], requested [9]\n" in text
+    assert "shape: 2 " in text
 
 
 def _save_rng(rank: int, world_size: int, path: str) -> list[float]:
