@@ -85,6 +85,7 @@ def inverse_rule(rule: Rule) -> Rule | str:
         return "describes ranks"
     if rule.indexed or rule.padded_from is not None:
         return f"has {'indexed' if rule.indexed else 'padded_from'}, which loses what the inverse needs"
+    rule = replace(rule, pairs=rule.halves, halves=rule.pairs)
     if rule.rename is None:
         return rule
     pattern, template = Pattern.parse(rule.match), Pattern.parse(rule.rename)
@@ -208,6 +209,9 @@ def _shape_faults(rule: Shaped) -> Iterator[str]:
         yield f"has {rule.groups} groups, which is more than any model has"
     if rule.padded_from is not None and (parts or rule.groups):
         yield "has padded_from with parts or groups; state the sizes without padding"
+    head = rule.pairs or rule.halves
+    if head % 2 or (rule.pairs and rule.halves) or (head and (parts or rule.groups or rule.padded_from is not None)):
+        yield "has pairs or halves, which are one even size of a head in a dimension without parts, groups and padding"
     if isinstance(rule, Sharded):
         yield from _split_faults(rule)
 

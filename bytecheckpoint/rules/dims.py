@@ -21,6 +21,8 @@ from .faults import Misfit
 WHOLE = ""
 """The name of the only part of a dimension without parts."""
 
+_MAX_PAIRED = 1 << 20
+
 
 class Atom(NamedTuple):
     """A range of the indices of one part."""
@@ -175,6 +177,19 @@ def _by_rank(expected: Sequence[int]) -> str:
     return f", by rank {' + '.join(map(str, expected))}" if 1 < len(expected) <= 8 else ""
 
 
+def paired(atoms: Iterable[Atom], head: int) -> list[Atom]:
+    """Return the indices of halves in the order in which heads of pairs have them. Raises ``Misfit``."""
+    found: list[Atom] = []
+    for part, start, length in atoms:
+        if start % head or length % head:
+            raise Misfit(f"needs complete heads of {head}, found {length}")
+        if length > _MAX_PAIRED:
+            raise Misfit(f"has {length} indices of heads, which is more than any model has")
+        for first in range(start, start + length, head):
+            found += (Atom(part, first + at + half, 1) for at in range(head // 2) for half in (0, head // 2))
+    return found
+
+
 def runs(held: Iterable[Atom], whole: Iterable[Atom]) -> list[Run]:
     """Return where the indices of a local tensor are in a global one. Indices that it lacks are left out."""
     places: dict[str, list[tuple[int, int, int]]] = {}  # start in the part, start in the global tensor, length
@@ -182,6 +197,8 @@ def runs(held: Iterable[Atom], whole: Iterable[Atom]) -> list[Run]:
     for atom in whole:
         places.setdefault(atom.part, []).append((atom.start, position, atom.length))
         position += atom.length
+    for atoms in places.values():
+        atoms.sort()
     found: list[Run] = []
     local = 0
     for part, first, length in held:

@@ -56,6 +56,9 @@ class Shaped(Rule):
         interleaved: Whether the tensor consists of groups, and they of parts; otherwise it consists of parts.
         shared: Parts of a group that all ranks hold which divide the group, if there are more ranks than groups.
         padded_from: The size of the dimension without the padding at its end; None if there is none.
+        pairs: The size of a head that is stored as pairs (0, 1, 2, 3, ...), for rotary embeddings of complex numbers,
+            and becomes halves (0, 2, ..., 1, 3, ...); 0 for neither.
+        halves: The size of a head that is stored as halves, and becomes pairs.
     """
 
     rename: str | None = None
@@ -68,6 +71,8 @@ class Shaped(Rule):
     interleaved: bool = True
     shared: tuple[str, ...] = ()
     padded_from: int | None = None
+    pairs: int = 0
+    halves: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +92,8 @@ class Unique(Shaped):
         interleaved: As in ``Shaped``.
         shared: As in ``Shaped``.
         padded_from: As in ``Shaped``.
+        pairs: As in ``Shaped``.
+        halves: As in ``Shaped``.
     """
 
     kind = "unique"
@@ -109,6 +116,8 @@ class Replicated(Shaped):
         interleaved: As in ``Shaped``.
         shared: As in ``Shaped``.
         padded_from: As in ``Shaped``.
+        pairs: As in ``Shaped``.
+        halves: As in ``Shaped``.
         compare: Whether the copies must be compared before one of them is used.
     """
 
@@ -134,6 +143,8 @@ class Averaged(Shaped):
         interleaved: As in ``Shaped``.
         shared: As in ``Shaped``.
         padded_from: As in ``Shaped``.
+        pairs: As in ``Shaped``.
+        halves: As in ``Shaped``.
         axis: The axes.
         replicas: Axes whose ranks hold copies.
     """
@@ -174,6 +185,8 @@ class Sharded(Shaped):
         interleaved: As in ``Shaped``.
         shared: As in ``Shaped``.
         padded_from: As in ``Shaped``.
+        pairs: As in ``Shaped``.
+        halves: As in ``Shaped``.
         axis: The axes that divide ``dim``, outermost first.
         widths: The size on each rank, or such sizes by part; empty if the stored shapes determine them.
         also: Further dimensions that other axes divide.

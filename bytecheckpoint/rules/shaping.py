@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from .compiled import Compiled
-from .dims import WHOLE, Atom, Parts, Run, runs
+from .dims import WHOLE, Atom, Parts, Run, paired, runs
 from .faults import Faults, Misfit
 from .kinds import Shaped
 from .patterns import PART, Captures, PatternError
@@ -173,9 +173,10 @@ class _Shaping:
 
 
 def _special_dim(rule: Compiled) -> int | None:
-    """The dimension with parts, groups, widths or padding."""
-    assert isinstance(rule.rule, Shaped)
-    return rule.rule.dim if rule.parts != Parts() or rule.rule.padded_from is not None else None
+    """The dimension with parts, groups, widths, padding, pairs or halves."""
+    one = rule.rule
+    assert isinstance(one, Shaped)
+    return one.dim if rule.parts != Parts() or one.padded_from is not None or one.pairs or one.halves else None
 
 
 def _dim(rule: Compiled, found: tuple[int, ...], part: str) -> _Dim:
@@ -188,19 +189,23 @@ def _dim(rule: Compiled, found: tuple[int, ...], part: str) -> _Dim:
         if sizes[WHOLE] < rule.rule.padded_from:
             raise Misfit(f"needs at least padded_from = {rule.rule.padded_from}, found {sizes[WHOLE]}")
         wholes = {WHOLE: [Atom(WHOLE, 0, rule.rule.padded_from)]}
+    elif rule.rule.halves:
+        wholes = {WHOLE: paired(parts.in_order(sizes), rule.rule.halves)}
     elif rule.splits_parts:
         wholes = {name: [Atom(name, 0, size)] for name, size in sizes.items()}
     elif part:
         every = rule.parts.sizes
         joined = every if isinstance(every, Mapping) else dict.fromkeys(every, sizes[part])
         wholes = {WHOLE: rule.parts.in_order(joined)}
-    return _of_parts(parts, found, wholes)
+    return _of_parts(parts, found, wholes, rule.rule.pairs)
 
 
-def _of_parts(parts: Parts, found: tuple[int, ...], wholes: Mapping[str, list[Atom]] | None = None) -> _Dim:
+def _of_parts(
+    parts: Parts, found: tuple[int, ...], wholes: Mapping[str, list[Atom]] | None = None, pairs: int = 0
+) -> _Dim:
     """A dimension of stored tensors of these sizes; ``wholes`` are the global ones, otherwise one with all parts."""
     sizes = parts.total_sizes(found)
-    held = parts.held(found, sizes)
+    held = [paired(atoms, pairs) if pairs else atoms for atoms in parts.held(found, sizes)]
     wholes = wholes or {WHOLE: parts.in_order(sizes)}
     lengths = {name: sum(atom.length for atom in atoms) for name, atoms in wholes.items()}
     return _Dim(lengths, {name: [runs(atoms, whole) for atoms in held] for name, whole in wholes.items()})

@@ -222,6 +222,8 @@ _READERS: dict[str, Callable[[Any, Variables], Any]] = {
     "interleaved": _flag,
     "shared": _texts,
     "padded_from": _number(0),
+    "pairs": _number(2),
+    "halves": _number(2),
     "compare": _flag,
     "axis": _texts,
     "replicas": _texts,

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.rules import Rules
 from bytecheckpoint.testing.ranks import RankPool, RanksFailed
 
 pytest.importorskip("torchtitan")
@@ -188,3 +190,38 @@ def test_the_example(pool: RankPool, tmp_path: Path) -> None:
     assert _names(tmp_path) == {"step-5", "step-6"}
     pool.run(_run_example, "--folder", str(tmp_path), "--steps", "7", world_size=1)
     assert bcp.latest(tmp_path / "checkpoint").tree("train_state")["step"] == 7
+
+
+def _convert(rank: int, world_size: int, folder: Path) -> dict[str, list[str]]:
+    """The names of tensors that rules and torchtitan's own conversion make different, by direction."""
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint import save
+    from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+
+    dim, head, heads, kv_heads = 32, 8, 4, 2
+    attention = SimpleNamespace(n_heads=heads, n_kv_heads=kv_heads, head_dim=head)
+    layer = SimpleNamespace(attention=attention)
+    config = SimpleNamespace(layers=[layer, layer], dim=dim, enable_weight_tying=False)
+    adapter = Llama3StateDictAdapter(config, None)  # type: ignore[arg-type]
+    rows = {"wq": head * heads, "wk": head * kv_heads, "wv": head * kv_heads}
+    native = {
+        (name or "").replace("{}", str(number)): torch.randn(rows.get((name or "").split(".")[-2], 24), dim)
+        for name in adapter.from_hf_map.values()
+        for number in range(2)
+        if name is not None
+    }
+    hub = {name: tensor.contiguous() for name, tensor in adapter.to_hf(dict(native)).items()}
+    save(dict(native), checkpoint_id=folder / "native")
+    save_file(hub, folder / "model.safetensors")
+    rules = Rules.shipped("torchtitan-llama3", head_dim=head)
+    found = {}
+    for path, expected, chosen in (("native", hub, rules), ("model.safetensors", native, rules.inverse())):
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+        bcp.load(folder / path, {"model": loaded}, options={"rules": chosen})
+        found[path] = [name for name, tensor in loaded.items() if not torch.equal(tensor, expected[name])]
+        assert len(loaded) == 21
+    return found
+
+
+def test_the_rules_convert_as_torchtitan_does(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_convert, tmp_path, world_size=1) == [{"native": [], "model.safetensors": []}]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rule_cases import Array, random_trainer, renamed
 from sampling import examples
 
+from bytecheckpoint.errors import RuleError
 from bytecheckpoint.rules import (
     Averaged,
     Flat,
@@ -350,3 +351,28 @@ def test_members_that_the_rule_names_have_the_shapes_of_stored_tensors() -> None
         (4, "[0:2,0:2]", 0),
         (6, "[2:3,0:2]", 0),
     ]
+
+
+@pytest.mark.parametrize("stored", ["pairs", "halves"])
+def test_pairs_and_halves_on_ranks(stored: str) -> None:
+    """Three heads of 6 on two ranks."""
+    natural = np.arange(18 * 2).reshape(18, 2)
+    paired = natural.reshape(3, 2, 3, 2).swapaxes(1, 2).reshape(18, 2)
+    before, after = (paired, natural) if stored == "pairs" else (natural, paired)
+    rules = Rules([Sharded(match="q", axis=("tp",), **{stored: 6})])  # type: ignore[arg-type]
+    held = [before[:12], before[12:]]
+    sources = [Source("q", one.shape, F64, {"tp": rank}) for rank, one in enumerate(held)]
+    found = np.full((18, 2), -1)
+    for region in rules.resolve(sources, {"tp": 2}).tensors["q"].regions:
+        found[region.box.slices()] = held[region.source][region.within.slices()]
+    assert np.array_equal(found, after)
+    with pytest.raises(RuleError, match=r"needs complete heads of 6, found [12]0"):
+        rules.resolve([Source("q", (10, 2), F64, {"tp": rank}) for rank in range(2)], {"tp": 2})
+
+
+def test_what_pairs_exclude() -> None:
+    for wrong in ({"pairs": 3}, {"pairs": 4, "halves": 4}, {"pairs": 4, "groups": 2}):
+        with pytest.raises(RuleError, match="one even size of a head"):
+            Rules([Unique(match="q", **wrong)])  # type: ignore[arg-type]
+    (one,) = Rules([Unique(match="a", rename="b", pairs=4)]).inverse()
+    assert one == Unique(match="b", rename="a", halves=4)
