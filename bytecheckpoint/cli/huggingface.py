@@ -86,6 +86,11 @@ TorchForm = Literal["dcp", "torch"]
     help="Of tied names (which share their bytes), write only one, or all.",
 )
 @click.option(
+    "--masters",
+    is_flag=True,
+    help="Write the optimizer's master weights in place of the tensors that are rounded from them.",
+)
+@click.option(
     "--lora",
     "how",
     type=click.Choice(get_args(LoraForm)),
@@ -131,6 +136,7 @@ def export_command(
     rename: Mapping[str, str] | None,
     exclude: tuple[str, ...],
     tied: Tied,
+    masters: bool,
     how: LoraForm | None,
     adapter_config: str | None,
     lora_alpha: float | None,
@@ -145,9 +151,9 @@ def export_command(
     found = api.open(at(source), rename=rename, options=LoadOptions(rules=rules))
     limits: dict[str, Any] = {} if max_file_size is None else {"max_file_bytes": max_file_size}
     if form != "safetensors":
-        if expect or partial or config_from or tied != "drop" or how:
+        if expect or partial or config_from or tied != "drop" or how or masters:
             raise click.UsageError(
-                f"--expect, --partial, --config-from, --tied and --lora do not apply to --format {form}"
+                f"--expect, --partial, --config-from, --tied, --masters and --lora do not apply to --format {form}"
             )
         if form == "torch" and limits:
             raise click.UsageError("--max-file-size does not apply to --format torch, which is one file")
@@ -185,6 +191,7 @@ def export_command(
             parts=gate.parts,
             related=related,
             lora=lora,
+            masters=masters,
             progress=progress,
             **limits,
         )

@@ -22,6 +22,7 @@ from ..format.safetensors import DATA_ALIGNMENT
 from ..runtime.messages import listed
 from ..runtime.modes import default_modes
 from ..storage_backends.base import StorageBackend
+from ..tensors.dtypes import DTYPES
 from .lora import ADAPTER_KEY, Lora, LoraPlan
 from .related import put_files, with_dtype
 from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure
@@ -71,6 +72,7 @@ def export_safetensors(
     parts: Mapping[str, ExportedBox] | None = None,
     related: Mapping[str, bytes] | None = None,
     lora: Lora | None = None,
+    masters: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> ExportReport:
     """Write the tensors of one section as safetensors files in Hugging Face's layout. Holds a few MiB at a time.
@@ -88,9 +90,10 @@ def export_safetensors(
         tied: Whether only one of several tied names is written ("drop"), or all of them ("copy").
         parts: Tensors to write in place of stored ones of which they are parts, by exported name.
         related: Other files to write, such as the configuration, by name. In ``config.json``, the dtype becomes that of
-            the cast.
+            the cast, or float32 with ``masters``.
         lora: What to do with a LoRA adapter in the section: merge it into the model, or write it alone, as PEFT does.
             By default, its tensors are exported like all others.
+        masters: Write the master weights of an optimizer in place of the tensors that are rounded from them.
         progress: Called with the number of bytes written since the last call.
 
     Returns:
@@ -98,7 +101,7 @@ def export_safetensors(
 
     Raises:
         UsageError: An argument is invalid, or the scaling of an adapter is unknown.
-        NameNotFoundError: The checkpoint has no such section, or no adapter.
+        NameNotFoundError: The checkpoint has no such section, no adapter, or no master weights.
         MismatchError: The names or shapes are not the expected ones, a tensor belongs to a single rank, a pattern
             matches nothing, or an adapter does not fit. Lists all.
         StateError: A weight in another system's file is of a class that this library does not read.
@@ -111,10 +114,11 @@ def export_safetensors(
     store = Location.of(target).open()
     dtype = parse_cast(cast)
     plan = None if lora is None or section not in checkpoint.sections else LoraPlan(checkpoint, section, lora)
-    selection = ExportSelection(checkpoint, section, Exclusion(exclude), tied, parts or {}, plan)
+    selection = ExportSelection(checkpoint, section, Exclusion(exclude), tied, parts or {}, plan, masters)
     tensors, dropped = selection.choose(expected, dtype)
     _refuse_model(store)
-    others = with_dtype(related or {}, dtype) if dtype is not None else related or {}
+    stated = DTYPES["float32"] if masters and dtype is None else dtype
+    others = with_dtype(related or {}, stated) if stated is not None else related or {}
     if plan is not None and lora is not None and lora.how == "peft":
         files = [OutputFile.lay_out(ADAPTER_KEY, section, tensors, {"format": "pt"})]
         others = {ADAPTER_CONFIG_KEY: plan.config_file()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,6 +23,7 @@ from ..format.safetensors import code_and_shape
 from ..format.values import path_name
 from ..frameworks.module_tree import EXTRA_STATE
 from ..loading.matching import fault_lines
+from ..loading.stored import OpenCheckpoint, TensorSources
 from ..runtime.arguments import check_choice
 from ..runtime.messages import listed
 from ..tensors.dtypes import DTYPES, DType, is_meaningful_cast
@@ -59,6 +60,7 @@ class ExportSelection:
         tied: Whether only one of several tied names is written, or all of them.
         parts: What is written in place of the tensors that are the sources of parts, by exported name.
         lora: What becomes of an adapter.
+        masters: Whether master weights of an optimizer are written in place of the tensors that are rounded from them.
     """
 
     checkpoint: Checkpoint
@@ -67,6 +69,7 @@ class ExportSelection:
     tied: Tied
     parts: Mapping[str, ExportedBox]
     lora: LoraPlan | None = None
+    masters: bool = False
 
     def choose(self, expected: Expected | None, cast: DType | None) -> tuple[list[OutputTensor], dict[str, str]]:
         """Return the tensors to write, sorted by name, and the tied names that are dropped, with those that are kept.
@@ -93,6 +96,8 @@ class ExportSelection:
                 OutputTensor(name, row, Box.whole(meta.shape), meta.dtype, None, self._added(row)) for name in kept
             ]
             dropped |= {name: kept[0] for name in names if name not in kept}
+        if self.masters:
+            chosen = self._with_masters(chosen)
         self.exclude.require_matches(self.checkpoint.url, [tensor.name for tensor in chosen])
         _refuse_collisions([tensor.name for tensor in chosen] + list(dropped))
         if required is not None:
@@ -100,6 +105,17 @@ class ExportSelection:
         tensors = [tensor.as_dtype(output_dtype(tensor.dtype, cast)) for tensor in chosen]
         _check_dtypes(tensors)
         return sorted(tensors, key=lambda tensor: tensor.name), dropped
+
+    def _with_masters(self, chosen: list[OutputTensor]) -> list[OutputTensor]:
+        tensors = self.checkpoint.manifest.tensors
+        sources = TensorSources(OpenCheckpoint(self.checkpoint.index, {}))
+        found = {one.row: sources.master_of(self.section, tensors.fqn_of(one.row)) for one in chosen}
+        if not any(found.values()):
+            raise NameNotFoundError(f"{self.checkpoint.url} has no master weights of section {self.section!r}")
+        return [
+            replace(one, row=master.row, dtype=master.meta.dtype) if (master := found[one.row]) is not None else one
+            for one in chosen
+        ]
 
     def exported_name(self, fqn: str) -> str | None:
         """The exported name of a stored tensor; None if it is not exported."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import MismatchError
+from bytecheckpoint.convert.export import export_safetensors
+from bytecheckpoint.errors import MismatchError, NameNotFoundError
 from bytecheckpoint.frameworks.base import Adapter, Context
 from bytecheckpoint.frameworks.optimizer import OptimizerAdapter
 from bytecheckpoint.frameworks.optimizer_params import NamedParam, owned_layouts
@@ -248,3 +251,17 @@ def test_padding_may_differ(tmp_path: Path, saved: int, loaded: int) -> None:
     plain = {"rows": torch.zeros(saved + 1, 3)}
     with pytest.raises(MismatchError, match="shape"):
         bcp.load(tmp_path / "c", {"table": plain})
+
+
+def test_an_export_of_the_masters(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    bcp.save(tmp_path / "c", {"model": model, "optimizer": optimizer, "other": {"0.weight": torch.zeros(2)}})
+    checkpoint = bcp.open(tmp_path / "c")
+    related = {"config.json": json.dumps({"dtype": "bfloat16"}).encode()}
+    export_safetensors(checkpoint, tmp_path / "full", masters=True, related=related)
+    found = load_file(tmp_path / "full" / "model.safetensors")
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(found[name], one) for (name, _), one in zip(model.named_parameters(), optimizer.masters))
+    assert json.loads((tmp_path / "full" / "config.json").read_text()) == {"dtype": "float32"}
+    with pytest.raises(NameNotFoundError, match="no master weights of section 'other'"):
+        export_safetensors(checkpoint, tmp_path / "none", section="other", masters=True)
