@@ -298,10 +298,11 @@ def hold_root(root: StorageBackend, *, patience_s: float) -> Iterator[None]:
         lease.close(is_silent=is_silent)
 
 
-def is_held(root: StorageBackend) -> bool:
-    """Return whether a job holds the lease of a root, and not for a few requests, unless it is known to have ended."""
+def holder_of(root: StorageBackend) -> LeaseRecord | None:
+    """Return the lease of a root, if a job holds it, not only for a few requests, that is not known to have ended."""
     found, _ = _read(root)
-    return found is not None and not found.is_brief and not _has_ended(PeerIdentity.of_this_process(0), found)
+    is_held = found is not None and not found.is_brief and not _has_ended(PeerIdentity.of_this_process(0), found)
+    return found if is_held else None
 
 
 def check_holder(backend: StorageBackend, job: bytes) -> None:

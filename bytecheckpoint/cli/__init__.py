@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..version import VERSION
 from .options import EXIT_CODES
@@ -24,6 +25,7 @@ _COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "show": ("show", "Show one tensor with statistics, or one plain value."),
         "verify": ("inspection", "Check every byte against its checksum."),
         "diff": ("maintenance", "Compare two checkpoints of any layouts."),
+        "top": ("top", "Show the job that saves below a root, and its pace."),
         "report": ("report", "Write a page of a root's checkpoints, and of where the time went."),
         "trace": ("maintenance", "Merge the traces of all ranks into one file."),
     },
@@ -57,6 +59,11 @@ class _Commands(click.Group):
         module = importlib.import_module(f".{_HOMES[name]}", __name__)
         found: click.Command = getattr(module, f"{name}_command")
         return found
+
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
+        commands = [(name, text) for commands in _COMMANDS.values() for name, (_, text) in commands.items()]
+        found = [CompletionItem(name, help=text) for name, text in commands if name.startswith(incomplete)]
+        return found + click.Command.shell_complete(self, context, incomplete)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         for purpose, commands in _COMMANDS.items():

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..checkpoint.location import Location
 from ..errors import (
@@ -93,9 +94,22 @@ def command(name: str, *, uses_storage: bool = True, finds_urls: bool = False) -
                 help="Option for storage backends of URLs (endpoint_url=https://...); VALUE may be JSON. Repeatable.",
             )(run)
         run = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(run)
-        return click.command(name, epilog=EXIT_CODES)(run)
+        made = click.command(name, epilog=EXIT_CODES)(run)
+        for parameter in made.params:
+            if isinstance(parameter, click.Argument) and parameter.type is click.STRING:
+                parameter.type = _PathOrURL()
+        return made
 
     return decorate
+
+
+class _PathOrURL(click.types.StringParamType):
+    """A text for which a shell completes paths."""
+
+    def shell_complete(
+        self, context: click.Context, parameter: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
 
 
 def exit_code(error: BaseException) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.discovery import find_newest
-from ..checkpoint.lease import is_held
+from ..checkpoint.lease import holder_of
 from ..checkpoint.location import Location
 from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes
 from ..checkpoint.sweep import missing_files, root_of
@@ -183,7 +183,7 @@ def find_base(
         # Only what this process has uploaded is certainly there.
         is_last = last is not None and last.parent == parent_url(path) and (named is None or last.url == named.url)
         found = last if is_last else None
-    elif not options.job and is_held(root_of(path)):
+    elif not options.job and holder_of(root_of(path)) is not None:
         return Choice(False, remark="another job holds the lease of the root, and removes its objects")
     else:
         found = _newest(last, path) if named is None else _read(named)
