@@ -1,4 +1,5 @@
-"""Run the blocks of how-to pages that need transformers or PEFT, with a small Llama in place of the named one."""
+"""Run the blocks of how-to pages that need transformers, PEFT (with a small Llama in place of the named one) or
+TensorBoard."""
 
 from __future__ import annotations
 
@@ -67,3 +68,13 @@ def test_a_model_is_imported_and_loaded_again(tmp_path: Path, monkeypatch: pytes
     names = run("huggingface.md", {"bcp": bcp, "torch": torch})
     for model in (names["model"], names["same"]):
         torch.testing.assert_close(logits(model), logits(published), rtol=0, atol=0)
+
+
+def test_tensorboard_shows_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    run("monitor.md", {"bcp": bcp, "steps": 3, "state": {"model": {"w": torch.ones(1000)}}})
+    shown = EventAccumulator("runs/7b-logs").Reload()
+    assert {"checkpoint/seconds/stage", "checkpoint/seconds/write"} < set(shown.Tags()["scalars"])
+    assert [(one.step, one.value > 4000) for one in shown.Scalars("checkpoint/bytes")] == [(n, True) for n in (1, 2, 3)]
