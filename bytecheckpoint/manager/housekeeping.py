@@ -48,6 +48,7 @@ class Committed:
     metric: float | None = None
     is_milestone: bool = False
     is_exception_save: bool = False
+    is_abandoned: bool = False
     number: int = 0
     """Counts the saves of this job; 0 if an earlier one has saved it."""
 
@@ -107,7 +108,9 @@ def _expendable(retention: Retention, committed: Sequence[Committed]) -> list[Co
     kept = {one.name for one in committed if one.is_milestone}
     kept |= {one.name for one in committed[-(retention.last or 1) :]}
     if retention.every_steps is not None:
-        kept |= {one.name for one in committed if one.step % retention.every_steps == 0}
+        ordered = sorted((one for one in committed if not one.is_abandoned), key=lambda one: one.step, reverse=True)
+        first = {one.step // retention.every_steps: one for one in ordered}
+        kept |= {one.name for part, one in first.items() if part or not one.step}
     if retention.best is not None:
         sign = 1.0 if retention.mode == "min" else -1.0
         measured = [(one.metric, one) for one in committed if one.metric is not None and not math.isnan(one.metric)]
@@ -223,7 +226,7 @@ class Housekeeping(Cleaner):
         for name, data in manifests.items():
             with suppress(CheckpointError):
                 manifest = decode_manifest(data, name)
-                described = self._described(name, manifest, 0)
+                described = self._described(name, manifest, 0, abandoned)
                 found.append((order_key(name, manifest, abandoned), described, manifest.attempt))
         self._unsent = [(one, attempt) for _, one, attempt in sorted(found, key=lambda found: found[0])]
 
@@ -355,10 +358,10 @@ class Housekeeping(Cleaner):
             self._remove_unneeded(name, attempts)
             return None
         self._remove_unneeded(name, [one for one in attempts if one != manifest.attempt])
-        return order_key(name, manifest, abandoned), self._described(name, manifest, number)
+        return order_key(name, manifest, abandoned), self._described(name, manifest, number, abandoned)
 
-    def _described(self, name: str, manifest: Manifest, number: int) -> Committed:
-        marks = milestone_of(manifest) is not None, is_exception_save(manifest)
+    def _described(self, name: str, manifest: Manifest, number: int, abandoned: Collection[str]) -> Committed:
+        marks = milestone_of(manifest) is not None, is_exception_save(manifest), manifest.attempt in abandoned
         metric = metric_of(manifest, self._retention.metric or "")
         return Committed(name, trailing_number(name), metric, *marks, number=number)
 

@@ -104,7 +104,8 @@ class Retention:
 
     Args:
         last: Keep this many of the newest checkpoints. Those that a rollback has abandoned count as the oldest.
-        every_steps: Keep all checkpoints whose step is a multiple of this number.
+        every_steps: Of each so many steps, keep the first checkpoint: that of the multiple of this number, or else the
+            next one. None of those before the first multiple, and none that a rollback has abandoned.
         best: Keep this many of the checkpoints with the best ``metric``. Of equal ones, those of later steps are kept.
         metric: The key in the ``metrics`` of ``CheckpointManager.save`` to compare; required with ``best``. Checkpoints
             without this metric, or with NaN, are never among the best.

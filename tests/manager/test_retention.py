@@ -37,6 +37,21 @@ def test_every_steps() -> None:
     assert _kept(Retention(every_steps=10), _committed(5, 10, 15, 20, 25)) == [10, 20, 25]
 
 
+def test_every_steps_between_multiples() -> None:
+    """The first of each ten steps is kept, also while later ones are not there yet."""
+    steps = (0, 4, 12, 16, 19, 28, 30, 33, 51)
+    assert _kept(Retention(every_steps=10), _committed(*steps)) == [0, 12, 28, 30, 51]
+    for count in range(1, len(steps)):
+        left = _kept(Retention(every_steps=10), _committed(*steps[:count]))
+        assert set(left[:-1]) <= {0, 12, 28, 30}
+
+
+def test_every_steps_after_a_rollback() -> None:
+    """What was abandoned does not count."""
+    committed = [Committed("step-12", 12, is_abandoned=True), *_committed(8, 14, 18, 21)]
+    assert _kept(Retention(every_steps=10), committed) == [14, 21]
+
+
 def test_best_and_last() -> None:
     committed = _committed(1, 2, 3, 4, m1=0.5, m2=0.1, m3=math.nan)
     assert _kept(Retention(last=1, best=1, metric="loss"), committed) == [2, 4]
