@@ -193,11 +193,11 @@ class PushCoordinator:
     def assignment(self, sender: int) -> bytes:
         """Return the packed assignment of a sender."""
         assignments = self.assignments
-        known = []
-        for job in assignments.jobs[sender]:
-            for place in job.places:
-                answer = self._answers[place.target]
-                known.append([answer[held][place.chunk] if answer[held] else None for held in ("known", "served")])
+        held = [
+            [*zip(*(answer[one] or [None] * len(layout.chunks) for one in ("known", "served")), strict=True)]
+            for answer, layout in zip(self._answers, assignments.layouts, strict=True)
+        ]
+        known = [held[place.target][place.chunk] for job in assignments.jobs[sender] for place in job.places]
         packed: bytes = msgpack.packb(
             {
                 "writes": assignments.packed[sender],

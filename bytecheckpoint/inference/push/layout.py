@@ -199,6 +199,6 @@ class Write:
     dtype: DType
     chunks: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.box.numel * self.dtype.itemsize

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import msgpack
@@ -18,6 +19,7 @@ import torch
 
 from ...engine.tensor_bytes import as_bytes, copy_elements
 from ...runtime.threads import Threads
+from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
@@ -118,6 +120,8 @@ class Quantizer:
 
     def fetches(self, writes: Sequence[Write]) -> list[_Fetch]:
         """Return what must be fetched for ``writes``, which must be made next."""
+        if not self._blocks:
+            return [_Fetch(number, write.name, write.box) for number, write in enumerate(writes)]
         found = []
         for number, write in enumerate(writes):
             if write.name in self._scaled:
@@ -138,8 +142,10 @@ class Quantizer:
 
     def elements(
         self, writes: Sequence[Write], fetches: Sequence[_Fetch], fetched: Sequence[torch.Tensor], threads: Executor
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         """Return the elements of ``writes``, the argument of ``fill``."""
+        if not self._blocks:
+            return fetched
         pairs = list(zip(fetches, fetched, strict=True))
         list(threads.map(self._find_maxima, [pair for pair in pairs if pair[0].grid is not None]))
         by_number = {fetch.number: (fetch.box, elements) for fetch, elements in pairs}
@@ -244,4 +250,9 @@ def plan_exchange(
 
 
 def torch_dtype_of(write: Write) -> torch.dtype:
-    return torch_dtype(BasicMeta(write.dtype, ()))
+    return _torch_dtype(write.dtype)
+
+
+@cache
+def _torch_dtype(dtype: DType) -> torch.dtype:
+    return torch_dtype(BasicMeta(dtype, ()))

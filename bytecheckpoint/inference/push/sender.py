@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -25,7 +26,7 @@ from .transports.cuda_ipc import compute_device
 from .transports.group import Membership
 from .transports.shared_memory import ArenaAddress, SharedMemoryTransport, attach
 from .transports.tcp import TcpTransport
-from .writing import ChunkFormat, Job, check_finite, room_of, unpack_writes, write_all
+from .writing import ChunkFormat, Job, check_finite, unpack_writes, write_all
 
 _CHECKED_BYTES = 64 << 20  # fetched and checked at once
 # Made, hashed and delivered at once. In host memory, a chunk that the cache still holds is hashed and copied faster; a
@@ -53,7 +54,8 @@ class Sender:
         self.deadline_s, self.tcp_only = deadline_s, tcp_only
         self.finite = False  # whether all values must be finite
         self._is_checked = False  # whether those of this push are
-        self.task = b""
+        self._found_finite: list[int] = []  # the digests of the jobs of the last push, whose values were finite
+        self.task = self._packed = b""
         self.jobs: list[Job] = []
         self.group = Membership()
         self._mapped: dict[str, SharedMemoryTransport] = {}
@@ -71,7 +73,9 @@ class Sender:
         """Unpack an assignment."""
         self._is_checked = False
         plain = msgpack.unpackb(packed)
-        self.jobs, self.task = unpack_writes(plain.pop("writes")), plain.pop("task")
+        writes, self.task = plain.pop("writes"), plain.pop("task")
+        if writes != self._packed:
+            self.jobs, self._packed, self._found_finite = unpack_writes(writes), writes, []
         plain["arenas"] = [address and ArenaAddress(*address) for address in plain["arenas"]]
         return PushAssignment(**plain)
 
@@ -103,7 +107,7 @@ class Sender:
             return
         stored = {name: meta.dtype for name, meta in source.table.rows}
         # Scales are not stored; their weights are checked.
-        for run in runs_of([job for job in self.jobs if job.write.name in stored], room_of, _CHECKED_BYTES):
+        for run in runs_of([job for job in self.jobs if job.write.name in stored], attrgetter("room"), _CHECKED_BYTES):
             writes = dict.fromkeys((job.write.name, job.write.box, job.write.dtype) for job in run)
             fetched = source.fetch([(name, box) for name, box, _ in writes])
             checked = []
@@ -137,10 +141,11 @@ class Sender:
     ) -> bytes:
         """Run the jobs like ``write_all``, and return the packed outcome."""
         finite = self.finite and not self._is_checked
-        form = ChunkFormat(torch.device("cpu"), xxh3_digests, finite, _RUN_BYTES)
+        form = ChunkFormat(torch.device("cpu"), xxh3_digests, finite, _RUN_BYTES, self._found_finite)
         if assignment.on_device:
-            form = ChunkFormat(compute_device(), word_digests, finite, _DEVICE_RUN_BYTES)
+            form = ChunkFormat(compute_device(), word_digests, finite, _DEVICE_RUN_BYTES, self._found_finite)
         outcome = write_all(source, self.jobs, quantizer, transports, assignment.known, form, check, on_written)
+        self._found_finite = outcome.digests if self.finite else []
         packed: bytes = msgpack.packb(outcome)
         return packed
 
@@ -149,4 +154,4 @@ class Sender:
         for transport in self._mapped.values():
             transport.close()
         self._mapped.clear()
-        self.jobs, self.task = [], b""
+        self.jobs, self.task, self._packed, self._found_finite = [], b"", b"", []

@@ -14,6 +14,7 @@ from torch import nn
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.renaming import NameMap, Rename
 from ...checkpoint.selection import Exclusion
+from ...engine.tensor_bytes import box_view
 from ...errors import NameNotFoundError, PlanError, StateError, UsageError
 from ...frameworks.sections import resolve_sections
 from ...tensors.dtypes import DType
@@ -111,8 +112,8 @@ class StateSource(PushSource):
 
     def _view(self, name: str, box: Box) -> torch.Tensor:
         for shard in self._shards.get(name, ()):
-            if shard.box.contains(box):
-                return shard.tensor.detach()[box.relative_to(shard.box).slices()]
+            if shard.box == box or shard.box.contains(box):
+                return box_view(shard.tensor.detach(), box, shard.box)
         raise PlanError(f"{name} {box} is not held here; the plan belongs to another state")
 
 

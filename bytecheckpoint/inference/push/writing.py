@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgpack
@@ -43,18 +45,19 @@ class Job:
         """The total size in all places."""
         return self.write.nbytes * len(self.places)
 
-
-def room_of(job: Job) -> int:
-    """Return the bytes that the job's chunk takes in memory with others."""
-    return align(job.write.nbytes)
+    @cached_property
+    def room(self) -> int:
+        """The bytes that the chunk takes in memory with others."""
+        return align(self.write.nbytes)
 
 
 class _Making(NamedTuple):
-    """A job, the elements of its box, and the digests that each of its places has already."""
+    """A job, the elements of its box, the digests that each of its places has already, and that of finite values."""
 
     job: Job
     tensor: torch.Tensor
     known: Sequence[Sequence[Any]]
+    finite: int | None
 
 
 class SenderResult(NamedTuple):
@@ -66,13 +69,21 @@ class SenderResult(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkFormat:
-    """The device on which chunks are made, their digest function, whether their values must be finite, and how many
-    bytes are made at once."""
+    """How chunks are made.
+
+    Attributes:
+        device: The device on which they are made.
+        digests: Their digest function.
+        finite: Whether their values must be finite.
+        run_bytes: How many bytes are made at once.
+        found_finite: The digest with which each job's values are known to be finite.
+    """
 
     device: torch.device
     digests: Digests
     finite: bool
     run_bytes: int
+    found_finite: Sequence[int] = ()
 
 
 def pack_writes(jobs: Sequence[Job]) -> bytes:
@@ -141,12 +152,12 @@ def write_all(
     """
     digests: list[int] = []
     fates = bytearray()
-    sizes = [room_of(job) for job in jobs]
+    sizes = [job.room for job in jobs]
     longest = min(sum(sizes), max(chunk_format.run_bytes, *sizes)) if sizes else 0
     writer = _Writer(transports, longest, quantizer, chunk_format)
-    at = 0
+    at, finite = 0, iter(chunk_format.found_finite)
     with Threads(THREADS, thread_name_prefix="bcp-push-write") as threads:
-        for batch in runs_of(jobs, room_of, max(_BATCH_BYTES, THREADS * chunk_format.run_bytes)):
+        for batch in runs_of(jobs, attrgetter("room"), max(_BATCH_BYTES, THREADS * chunk_format.run_bytes)):
             check()
             writes = [job.write for job in batch]
             fetches = quantizer.fetches(writes)
@@ -155,9 +166,9 @@ def write_all(
             tensors = quantizer.elements(writes, fetches, fetched, threads)
             making = []
             for job, tensor in zip(batch, tensors, strict=True):
-                making.append(_Making(job, tensor, known[at : at + len(job.places)]))
+                making.append(_Making(job, tensor, known[at : at + len(job.places)], next(finite, None)))
                 at += len(job.places)
-            runs = list(runs_of(making, lambda one: room_of(one.job), chunk_format.run_bytes))
+            runs = list(runs_of(making, attrgetter("job.room"), chunk_format.run_bytes))
             writing = [threads.submit(writer.write, run) for run in runs]
             left = dict(zip(writing, runs, strict=True))
             try:
@@ -195,19 +206,20 @@ class _Writer:
     def write(self, run: Sequence[_Making]) -> tuple[list[int], bytes]:
         """Make, check and deliver a run; return its digests and fates."""
         made = self._make(run)
+        digests = self._format.digests(made)
         if self._format.finite:
             check_finite(
                 [
                     # Where values stay as they are, the device that holds them checks them.
                     (job.write.name, job.write.box, tensor if tensor.dtype == dtype else data.view(dtype))
-                    for (job, tensor, _), data in zip(run, made, strict=True)
+                    for (job, tensor, _, finite), data, digest in zip(run, made, digests, strict=True)
+                    if digest != finite
                     for dtype in [torch_dtype_of(job.write)]
                 ]
             )
-        digests = self._format.digests(made)
         fates = bytearray()
         ready: dict[Transport, list[OutgoingChunk]] = {}
-        for (job, _, known), data, digest in zip(run, made, digests, strict=True):
+        for (job, _, known, _), data, digest in zip(run, made, digests, strict=True):
             places: dict[Transport, list[ChunkTarget]] = {}
             for place, (in_arena, in_served) in zip(job.places, known, strict=True):
                 if in_arena == digest:
@@ -230,12 +242,12 @@ class _Writer:
     def _make(self, run: Sequence[_Making]) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
         used = 0
-        for job, tensor, _ in run:
+        for job, tensor, *_ in run:
             write = job.write
             data = self._quantizer.unchanged_bytes(tensor, write, self._format.device)
             if data is None:
                 data = self._scratch(tensor)[used : used + write.nbytes]
-                used += room_of(job)
+                used += job.room
                 self._quantizer.fill(data.view(torch_dtype_of(write)).view(write.box.lengths), tensor, write)
             made.append(data)
         return made

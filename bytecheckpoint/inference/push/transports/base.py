@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from ....engine.tensor_bytes import byte_view
 from ....errors import EngineError
 from ....frameworks.digests import digest_on_device
 
@@ -73,7 +72,7 @@ class Transport(ABC):
 
 def xxh3_digests(chunks: Sequence[torch.Tensor]) -> list[int]:
     """Return the xxh3-64 digests of bytes in host memory."""
-    return [xxhash.xxh3_64_intdigest(byte_view(data)) for data in chunks]
+    return [xxhash.xxh3_64_intdigest(data.numpy().data) for data in chunks]
 
 
 def word_digests(chunks: Sequence[torch.Tensor]) -> list[int]:
