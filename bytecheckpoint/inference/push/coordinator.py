@@ -16,6 +16,7 @@ from ...errors import BytecheckpointError, ControlError, DeadlineError, EngineEr
 from ...runtime.threads import Threads, run_daemon
 from .commit import EngineCommit
 from .engines.base import Budget, Engine, ask, check_awake
+from .engines.colocated import ColocatedEngines
 from .layout import Holding
 from .leases import resolve
 from .memory import DOUBLE, STREAMED, Mode
@@ -76,9 +77,17 @@ class PushCoordinator:
         self._given = list(engines)
         self._choose(self._given)
 
-    def choose_engines(self) -> None:
-        """Leave out engines that do not answer, if the quorum allows it."""
+    def choose_engines(self, colocated: ColocatedEngines | None) -> bool:
+        """Leave out engines that do not answer, if the quorum allows it. Returns whether there are ``colocated`` ones.
+
+        Raises ``StateError`` for colocated engines in a push over a group or by CUDA IPC.
+        """
         self._failed = {}
+        if colocated is not None:
+            if self._group or self._cuda_ipc:
+                raise StateError("engines inside the ranks cannot be pushed to over a group or by CUDA IPC")
+            self._choose([colocated])
+            return True
         answering = self._given
         if self._quorum is not None:
             budget = Budget(_ANSWER_SHARE * self.deadline_s)
@@ -86,6 +95,7 @@ class PushCoordinator:
             self._leave_out([error for error in errors if error is not None])
             answering = [engine for engine, error in zip(self._given, errors, strict=True) if error is None]
         self._choose(answering)
+        return False
 
     def _choose(self, engines: Sequence[Engine]) -> None:
         if engines != self._engines:
@@ -185,6 +195,12 @@ class PushCoordinator:
             if len(modes) == 1:
                 break
             message["mode"] = STREAMED  # all workers use one mode, because they change together
+        if STREAMED in modes and self._engines != self._plain:
+            raise StateError(
+                "the engines inside the ranks have no host memory for two versions, and cannot load a stream while "
+                "their ranks send it; nothing was changed. Raise memory_bytes of Pusher, or use engines outside of the "
+                "ranks"
+            )
         self._answers, self._known_layouts, (self.mode,) = answers, digests, modes
         rings = (tuple(answer["ring"]) for answer in answers if "ring" in answer)
         self.assignments = self.bound.assignments(tuple(rings))
@@ -311,7 +327,13 @@ class PushCoordinator:
 
     def ask_engines(self, kind: str, budget: Budget) -> list[list[dict[str, Any]]]:
         """Send a request that belongs to no transaction, and return the answers by engine and worker."""
-        return self._on_engines(lambda engine: ask(engine, kind, {}, budget.left))
+        return self._on_engines(lambda engine: ask(engine, kind, {}, budget.left), self._plain)
+
+    @property
+    def _plain(self) -> list[Engine]:
+        """The engines, of colocated ones that of this rank."""
+        is_colocated = any(isinstance(engine, ColocatedEngines) for engine in self._engines)
+        return self._given if is_colocated else self._engines
 
     def rollback(self, budget: Budget) -> int | str:
         """Make all engines serve the version before, and return its name. Raises ``StateError`` if a worker does not
@@ -324,21 +346,21 @@ class PushCoordinator:
                 f"the workers do not all hold one version before the one that they serve (they hold: {names}); nothing "
                 "was changed. Push that version again"
             )
-        for engine, of_engine in zip(self._engines, states, strict=True):
+        for engine, of_engine in zip(self._plain, states, strict=True):
             check_awake(engine, of_engine)
         version: int | str = found[0][0]
         commits = [
             EngineCommit(
                 engine, {"transaction": of_engine[0]["transaction"], "version": version}, of_engine[0]["receiver"]
             )
-            for engine, of_engine in zip(self._engines, states, strict=True)
+            for engine, of_engine in zip(self._plain, states, strict=True)
         ]
         self._commit(commits, "rollback", budget)
         return version
 
     def resume(self, budget: Budget) -> list[int | str | None]:
         """End a push whose sender is gone, and resume all engines. Returns what they serve."""
-        return self._on_engines(lambda engine: resolve(engine, budget.left))
+        return self._on_engines(lambda engine: resolve(engine, budget.left), self._plain)
 
     def close(self) -> None:
         if self._rendezvous is not None:
@@ -352,7 +374,7 @@ class PushCoordinator:
         answers = self._on_engines(lambda engine: ask(engine, kind, full, budget.left))
         return [answer for of_engine in answers for answer in of_engine]
 
-    def _on_engines(self, function: Callable[[Engine], T]) -> list[T]:
+    def _on_engines(self, function: Callable[[Engine], T], engines: Sequence[Engine] | None = None) -> list[T]:
         def call(engine: Engine) -> T:
             try:
                 return function(engine)
@@ -360,7 +382,7 @@ class PushCoordinator:
                 error.engine = engine.name
                 raise
 
-        return self._on_all(call, self._engines)
+        return self._on_all(call, self._engines if engines is None else engines)
 
     def _on_all(self, function: Callable[[E], T], items: Sequence[E]) -> list[T]:
         """Call ``function`` for all engines, or their commits, at once. Raises the first error after all have

@@ -17,6 +17,7 @@ from ...runtime.threads import Threads
 from ...telemetry.trace import Timings
 from .coordinator import PushCoordinator, StreamApply
 from .engines.base import Budget
+from .engines.colocated import ColocatedEngines
 from .messages import check_faults
 from .quantizer import Quantizer
 from .report import ProgressReporter, PushReport
@@ -45,15 +46,16 @@ class Push(ABC):
     strict: bool
     progress: ProgressReporter
     engines: Sequence[str]  # the identities of the engines that this rank was given
+    own: ColocatedEngines | None  # if it is one that only this rank may reach
 
     def __post_init__(self) -> None:
+        self._colocated: ColocatedEngines | None = None
         self._timings = Timings("push", self.op.rank)
         self.early_budget = self._budget()  # for the stages before the first byte moves, during which other ranks wait
 
     def run(self) -> PushReport:
         """Run all stages."""
         with self._stage("describe"):
-            self._lead("push.engines", lambda leader: leader.choose_engines())
             version = self._describe()
         with self._stage("plan"):
             self._lead("push.plan", self._plan)
@@ -91,22 +93,25 @@ class Push(ABC):
     def _exchange_facts(
         self, fingerprint: bytes, what: str, unmatched: Sequence[str] = (), unused: Sequence[str] = ()
     ) -> list[bytes]:
-        """Return the fingerprint of each rank on rank 0. Raises ``StateError`` when ranks push different versions, and
-        ``MismatchError`` if something of a rename is unmatched, or a pattern unused, on all ranks."""
-        own = [fingerprint, what, self.engines, list(unmatched), list(unused)]
+        """Choose the engines, and return the fingerprint of each rank on rank 0. Raises ``StateError`` when ranks push
+        different versions, and ``MismatchError`` if something of a rename is unmatched, or a pattern unused, on all
+        ranks."""
+        own = [fingerprint, what, self.engines, list(unmatched), list(unused), self.own is not None]
         gathered = self.op.gather("push.facts", msgpack.packb(own))
         facts = [msgpack.unpackb(one) for one in gathered or ()]
+        is_colocated = all(fact[5] for fact in facts) and any(fact[2] != self.engines for fact in facts)
         with self.op.phase("push.facts"):
             distinct = sorted({pushed for _, pushed, *_ in facts})
             if len(distinct) > 1:
                 raise StateError(f"ranks push different versions: {', '.join(distinct)}")
             for rank, (_, _, engines, *_) in enumerate(facts):
                 unknown = [engine for engine in engines if engine not in self.engines]
-                if unknown:
+                if unknown and not is_colocated:
                     raise StateError(
                         f"rank {rank} passed engines that rank 0 did not pass: {', '.join(unknown)}; only rank 0 sends "
                         "requests to engines, so pass all of them there. It reaches an engine inside another process "
-                        "only as a server (HttpEngine), or by a handle with identity= (RpcEngine)"
+                        "only as a server (HttpEngine), by a handle with identity= (RpcEngine), or if every rank "
+                        "passes one engine of its process (LocalEngine)"
                     )
             columns = [[set(fact[at]) for fact in facts] for at in (3, 4)]
             useless, unused = (sorted(set.intersection(*each)) if each else [] for each in columns)
@@ -116,6 +121,9 @@ class Push(ABC):
                 "exclude has patterns that match nothing; nothing was sent",
                 [("pattern", pattern, "it matches no full name") for pattern in unused],
             )
+        if self._share("push.engines", lambda leader: leader.choose_engines(self.own if is_colocated else None)):
+            assert self.own is not None
+            self._colocated, self.own.op = self.own, self.op
         return [fingerprint for fingerprint, *_ in facts]
 
     def _prepare_engines(self, coordinator: PushCoordinator) -> bool:
@@ -124,7 +132,14 @@ class Push(ABC):
     def _lead(self, phase: str, step: Callable[[PushCoordinator], T]) -> T | None:
         """Run a step of rank 0 as a phase of all ranks. Returns its result on rank 0."""
         with self.op.phase(phase):
-            return None if self.coordinator is None else step(self.coordinator)
+            if self.coordinator is not None:
+                found = step(self.coordinator)
+                if self._colocated is not None:
+                    self._colocated.dismiss()
+                return found
+            if self._colocated is not None:
+                self._colocated.serve()
+            return None
 
     def _share(self, phase: str, step: Callable[[PushCoordinator], Any]) -> Any:
         """Run a step of rank 0, and return its result, which is plain data, on every rank."""

@@ -17,6 +17,7 @@ from ...runtime.arguments import check_arguments
 from ...runtime.gc_pause import paused
 from .coordinator import PushCoordinator
 from .engines.base import Budget, Engine
+from .engines.colocated import ColocatedEngines
 from .joins import Join
 from .plan import CHUNK_BYTES
 from .protocol import ENGINE_SHARE, Push, RankPush
@@ -34,7 +35,8 @@ class Pusher:
 
     Args:
         engines: The engines to push to. Only rank 0 needs them, because only rank 0 sends them requests. Other ranks
-            may pass the same ones.
+            may pass the same ones. Or each rank passes one engine of its own process (colocated trainers): then all of
+            them take each version together, from memory for two versions.
         deadline_s: The limit of each wait, in seconds.
         quorum: The number of engines that must take a version, by default all. Others that fail, at the beginning of a
             push or in *apply*, are left out; ``PushReport.failed`` names them, and the next push includes them again.
@@ -95,7 +97,8 @@ class Pusher:
             group=group,
             cuda_ipc=cuda_ipc,
         )
-        self._engines, self._uses_devices = [engine.identity for engine in engines], group is not None or cuda_ipc
+        self._note(engines)
+        self._uses_devices = group is not None or cuda_ipc
         self._sender = Sender(ENGINE_SHARE * deadline_s, tcp_only=tcp_only)
         self._version: int | str | None = None
 
@@ -106,7 +109,12 @@ class Pusher:
             engines: All engines, also those that stay. The ones that are left out are not closed.
         """
         self._coordinator.set_engines(engines)
+        self._note(engines)
+
+    def _note(self, engines: Sequence[Engine]) -> None:
         self._engines = [engine.identity for engine in engines]
+        is_own = len(engines) == 1 and engines[0].address is None
+        self._own = ColocatedEngines(engines[0]) if is_own else None
 
     def push(
         self,
@@ -173,7 +181,8 @@ class Pusher:
                     version = self._named(version, what)
                     op.set_description(f"push of version {version!r}")
             self._sender.finite = self._coordinator.finite = check_finite
-            common = (op, coordinator, self._sender, version, strict, ProgressReporter(progress), self._engines)
+            reporter = ProgressReporter(progress)
+            common = (op, coordinator, self._sender, version, strict, reporter, self._engines, self._own)
             if isinstance(what, Engine):
                 push: Push = Join(*common, what)
             else:
@@ -191,7 +200,7 @@ class Pusher:
 
     def state(self) -> list[list[dict[str, Any]]]:
         """Return the state of every worker, by engine and worker; with a ``quorum``, none of an engine that fails. On
-        rank 0 only.
+        rank 0 only; with colocated engines on any rank, for its own one, as the methods below.
 
         Returns:
             For each worker a map of ``version`` (None for what it has loaded without a push, unless it started from a

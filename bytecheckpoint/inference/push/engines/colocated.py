@@ -1,0 +1,80 @@
+"""Engines inside the processes of a job's ranks, one in each, as trainers colocate them: one engine to the coordinator.
+
+Rank 0 sends requests through the job's control plane; the other ranks serve them while they wait for rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from ....control.base import Operation
+from ....control.failure import library_error, message_of
+from ....errors import BytecheckpointError, EngineError
+from .base import Engine
+
+_PHASE = "push.colocated"
+
+
+class ColocatedEngines(Engine):
+    """The engines of all ranks, whose workers are those of rank 0's engine, then those of rank 1's, and so on.
+
+    Args:
+        own: The engine of this rank.
+    """
+
+    name = "the engines of the ranks"
+
+    def __init__(self, own: Engine) -> None:
+        self._own, self.resumes = own, own.resumes
+        self.op: Operation | None = None
+        """The current push, on all ranks."""
+
+    def call(self, request: str, timeout_s: float) -> list[str]:
+        return [text for texts in self._on_all("call", request, timeout_s) for text in texts]
+
+    def pause(self, timeout_s: float) -> None:
+        self._on_all("pause", timeout_s)
+
+    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
+        self._on_all("resume", version, timeout_s, changed)
+
+    def serve(self) -> None:
+        """On other ranks than 0, do what rank 0 requests of this rank's engine, until its ``dismiss``."""
+        assert self.op is not None
+        while (packed := self.op.broadcast(_PHASE, None)) != b"":
+            self.op.gather(_PHASE, self._answer(packed))
+
+    def dismiss(self) -> None:
+        """On rank 0, end ``serve``."""
+        assert self.op is not None
+        self.op.broadcast(_PHASE, b"")
+
+    def _on_all(self, *request: Any) -> list[Any]:
+        """Return what all ranks' engines answer. Raises the first failure, after all have answered."""
+        assert self.op is not None
+        packed = msgpack.packb(request)
+        self.op.broadcast(_PHASE, packed)
+        answers = [msgpack.unpackb(one) for one in self.op.gather(_PHASE, self._answer(packed)) or ()]
+        for rank, (_, failure) in enumerate(answers):
+            if failure is not None:
+                kind, text = failure
+                raise library_error(kind, f"rank {rank}: {text}", [])
+        return [found for found, _ in answers]
+
+    def _answer(self, packed: bytes) -> bytes:
+        kind, *arguments = msgpack.unpackb(packed)
+        do: dict[str, Callable[..., Any]] = {
+            "call": self._own.call,
+            "pause": self._own.pause,
+            "resume": lambda version, timeout_s, changed: self._own.resume(version, timeout_s, changed=changed),
+        }
+        try:
+            answer: Any = [do[kind](*arguments), None]
+        except BytecheckpointError as error:
+            name = type(error).__name__ if isinstance(error, EngineError) else "EngineError"
+            answer = [None, [name, message_of(error)]]
+        answered: bytes = msgpack.packb(answer)
+        return answered
