@@ -21,6 +21,8 @@ from benchmarks.codecs import table as codecs_table
 from benchmarks.first_save import table as first_save_table
 from benchmarks.foreign_loads import table as foreign_table
 from benchmarks.incremental import table as incremental_table
+from benchmarks.long_run import series
+from benchmarks.long_run import table as long_run_table
 from benchmarks.merge_stage import table as merge_table
 from benchmarks.object_store import table as object_store_table
 from benchmarks.results import FIGURES, figure, floor_of
@@ -78,6 +80,7 @@ def write(results: Path, docs: Path) -> Path:
     parts += _codecs(results.parent / "codecs.json")
     parts += _incremental(results.parent / "incremental.json")
     parts += _object_store(results.parent / "object_store.json")
+    parts += _long_run(results.parent / "long_run.json", pictures)
     page.write_text("\n".join([*parts, *_planning(results.parent / "scale_planning.json")]))
     return page
 
@@ -101,6 +104,39 @@ def _first_save(results: Path) -> list[str]:
         "",
         _where(document),
         _markdown(first_save_table(document["result"])),
+    ]
+
+
+def _long_run(results: Path, pictures: Path) -> list[str]:
+    """Return the section on ``benchmarks.long_run``, if there are results."""
+    if not results.exists():
+        return []
+    document = json.loads(results.read_text())
+    drawn = series(document["result"])
+    picture, axes = plt.subplots(1, len(drawn), figsize=(12, 2.6), layout="constrained")
+    for axis, (title, lines) in zip(axes, drawn.items(), strict=True):
+        for name, (minutes, values) in lines.items():
+            axis.plot(minutes, values, label=name, linewidth=0.8)
+        axis.set_title(title)
+        axis.set_xlabel("minutes")
+        axis.set_ylim(bottom=0)
+        axis.legend(frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    picture.savefig(pictures / "long-run.svg", metadata={"Date": None})
+    plt.close(picture)
+    return [
+        "## A long run\n",
+        *textwrap.wrap(
+            "Two ranks train an FSDP-2 model of 0.5 M parameters on a file system with room for six checkpoints, and "
+            "save every step: asynchronous, incremental saves, of which the newest three are kept. A third process "
+            "loads the newest checkpoint into a plain model all the time, and checks that it is of one step. All "
+            "samples are in [long_run.json](../benchmarks/results/long_run.json).",
+            118,
+        ),
+        "",
+        _where(document),
+        _markdown(long_run_table(document["result"])),
+        "![Latencies, memory and disk during the run](performance/long-run.svg)\n",
     ]
 
 
