@@ -96,6 +96,7 @@ class BcpTrainerMixin:
         self._resumed: Checkpoint | None = None
         self._app: AppState | None = None
         self._folder: str | None = None  # where the Trainer writes and looks for its folders while it trains
+        self._saved_step: int | None = None
         self._is_collecting = False
         super().__init__(*args, **kwargs)
         given = dict(checkpoints or {})
@@ -160,6 +161,7 @@ class BcpTrainerMixin:
         if trial is not None or self._manager is None:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
             return
+        self._saved_step = self.state.global_step
         is_best = self.state.best_global_step == self.state.global_step and self.state.best_metric is not None
         self._manager.save(
             self.state.global_step,
@@ -170,7 +172,8 @@ class BcpTrainerMixin:
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)  # type: ignore[misc]
-        if self._manager is not None:  # after a signal, it saves
+        # After a signal, it saves. A second call for one step would wait until the first one's save is committed.
+        if self._manager is not None and self._saved_step != self.state.global_step:
             self._manager.save(self.state.global_step, lambda: self._saved_state(model))
 
     def _saved_state(self, model: Any) -> Mapping[str, Any]:

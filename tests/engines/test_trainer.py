@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
 from bytecheckpoint.errors import FormatError, NoValidCheckpointError, UsageError
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool, RanksFailed
 
 pytest.importorskip("peft")
@@ -61,6 +64,26 @@ def test_sigterm_saves_the_step_and_exits(uninterrupted: dict[str, Any], tmp_pat
     assert ended.value.code == 128 + signal.SIGTERM
     assert bcp.latest(tmp_path).step == 5
     assert train(tmp_path) == uninterrupted
+
+
+def test_training_goes_on_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, waits = threading.Event(), []
+
+    class Going(BcpTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 3:
+                goes_on.set()
+            return super().training_step(*args, **kwargs)
+
+    def wait_and_put(self: LocalBackend, key: str, *args: Any, **kwargs: Any) -> Any:
+        if key == "manifest.msgpack":
+            waits.append(goes_on.wait(time_limit(60)))
+        return put(self, key, *args, **kwargs)
+
+    put = LocalBackend.put
+    monkeypatch.setattr(LocalBackend, "put", wait_and_put)
+    train(tmp_path, kind=Going, max_steps=4)
+    assert waits == [True, True], "the step after the first save began before its commit"
 
 
 def test_the_best_model_is_kept_and_loaded(tmp_path: Path) -> None:
