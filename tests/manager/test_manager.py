@@ -742,11 +742,11 @@ def test_on_sigterm_no_further_checkpoint_is_removed(tmp_path: Path, monkeypatch
         remove(self, name)
 
     monkeypatch.setattr(Housekeeping, "_remove", remove_slowly)
-    manager = bcp.CheckpointManager(tmp_path, cadence=1, keep=1)
+    manager = bcp.CheckpointManager(tmp_path, cadence=1, keep=1, preemption=bcp.Preemption(action="return"))
     manager.save(6, _state(6.0))
     assert begun.wait(time_limit(60))
     os.kill(os.getpid(), signal.SIGTERM)
-    monkeypatch.setattr(manager, "_leave", lambda *arguments: None)
+    monkeypatch.setattr(manager, "_finish_saves", lambda: None)
     handle = manager.save(7, _state(7.0))
     assert handle is not None
     handle.result(time_limit(60))  # although a removal is in progress
