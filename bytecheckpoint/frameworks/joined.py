@@ -105,7 +105,7 @@ class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _parts(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Part]]:
     found: defaultdict[str, list[Part]] = defaultdict(list)
-    joined = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    joined = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
     names = {tensor.untyped_storage()._cdata: name for name, tensor in joined.items()}
     divided: Mapping[str, torch.Tensor] = {}
     try:

@@ -239,7 +239,7 @@ class _PeftModel(nn.Module):
 @pytest.mark.parametrize("make", [_LoraLinear, lambda: _PeftModel(nn.Linear(2, 2))], ids=["layer", "model"])
 def test_models_with_adapters_are_not_stored_as_directories(make: Any, tmp_path: Path) -> None:
     model = nn.Sequential(make())
-    with pytest.raises(UsageError, match=r"'model' is a model with PEFT adapters.*random.*save_pretrained"):
+    with pytest.raises(UsageError, match=r"'model' is a model with PEFT adapters.*random.*bcp export --lora peft"):
         bcp.save(tmp_path / "whole", {"model": model}, options=bcp.SaveOptions(layout="whole"))
     assert not (tmp_path / "whole").exists()
     bcp.save(tmp_path / "merged", {"model": model}, options=bcp.SaveOptions(layout="merged"))

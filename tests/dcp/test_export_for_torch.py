@@ -210,7 +210,7 @@ def test_the_command(saved: Path, tmp_path: Path, form: str) -> None:
 
     refused = bcp_export("--tied", "copy")
     assert refused.exit_code == 2
-    assert f"--tied and --lora do not apply to --format {form}" in refused.output
+    assert f"--tied, --masters and --lora do not apply to --format {form}" in refused.output
     done = bcp_export("--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["tensors"] >= 10

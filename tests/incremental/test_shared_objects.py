@@ -33,14 +33,13 @@ from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint import manifest_file, sweep
 from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt
 from bytecheckpoint.checkpoint.lease import LEASE_KEY, hold_root
-from bytecheckpoint.checkpoint.manifest_file import decode_manifest
 from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.control.base import Operation
 from bytecheckpoint.control.single import SingleOperation
 from bytecheckpoint.convert.copy import copy, remove
 from bytecheckpoint.engine.objects import OBJECTS
 from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError, StorageFullError, UsageError
-from bytecheckpoint.format.manifest import MANIFEST_KEY, Manifest
+from bytecheckpoint.format.manifest import MANIFEST_KEY
 from bytecheckpoint.saving.commit import SaveCommit
 from bytecheckpoint.saving.engine import SharedSaves
 from bytecheckpoint.storage_backends import open_backend, registry
@@ -418,21 +417,25 @@ def test_removal_is_linear(calls: list[Call]) -> None:
 def test_the_manifests_of_a_root_need_not_fit_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    read: list[weakref.ref[Manifest]] = []
+    read: list[weakref.ref[Any]] = []
     most = 0
 
-    def decode(data: bytes, url: str) -> Manifest:
-        nonlocal most
-        manifest = decode_manifest(data, url)
-        read.append(weakref.ref(manifest))
-        most = max(most, sum(one() is not None for one in read))
-        return manifest
+    def noting(decode: Callable[..., Any]) -> Callable[..., Any]:
+        def decode_and_note(*arguments: Any) -> Any:
+            nonlocal most
+            manifest = decode(*arguments)
+            read.append(weakref.ref(manifest))
+            most = max(most, sum(one() is not None for one in read))
+            return manifest
+
+        return decode_and_note
 
     with bcp.CheckpointManager(tmp_path, save={"base": "auto"}, preemption=None) as manager:
         for step in range(30):
             manager.save(step, {"tree": {"t": tensor()}}, metrics={"loss": 1.0 + step}, milestone="same")
         manager.wait()
-        monkeypatch.setattr(sweep if what == "sweep" else manifest_file, "decode_manifest", decode)
+        for module, name in ((sweep, "decode_manifest"), (manifest_file, "decode_summary")):
+            monkeypatch.setattr(module, name, noting(getattr(module, name)))
         if what == "best":
             assert manager.best("loss", "min").step == 0  # type: ignore[union-attr]
         elif what == "milestone":

@@ -19,7 +19,7 @@ from counting_backend import CountingBackend
 from typing_extensions import Buffer
 
 from bytecheckpoint.checkpoint.attempts import attempt_name, job_mark_of, new_attempt, new_attempt_id
-from bytecheckpoint.checkpoint.lease import LEASE_KEY, Lease, LeaseRecord, hold_root, is_held
+from bytecheckpoint.checkpoint.lease import LEASE_KEY, Lease, LeaseRecord, hold_root, holder_of
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.errors import (
     KeyChangedError,
@@ -72,16 +72,16 @@ def test_no_thread_of_the_process_takes_a_lease_over_that_is_acquired_or_release
     class Watched(CountingBackend):
         def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
             version = super().put(key, data, if_absent=if_absent, if_version=if_version)
-            found.append(is_held(backend))
+            found.append(holder_of(backend) is not None)
             return version
 
         def delete(self, keys: Sequence[str]) -> None:
-            found.append(is_held(backend))
+            found.append(holder_of(backend) is not None)
             super().delete(keys)
 
     Lease.acquire(Watched(backend), HERE, interval_s=60.0).close()
     assert found == [True, True]
-    assert not is_held(backend)
+    assert holder_of(backend) is None
 
 
 def test_a_held_lease_is_refused_until_it_is_released(backend: StorageBackend) -> None:
@@ -161,7 +161,7 @@ def test_a_lease_is_read_again_before_it_counts_as_damaged(
     backend: StorageBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(Lease.acquire(backend, ELSEWHERE, interval_s=60.0)):
-        assert is_held(FaultyBackend(backend, [FaultRule("get", LEASE_KEY, cut=20)]))
+        assert holder_of(FaultyBackend(backend, [FaultRule("get", LEASE_KEY, cut=20)]))
         assert "not a lease" not in caplog.text
 
 
