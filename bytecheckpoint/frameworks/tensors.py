@@ -91,13 +91,15 @@ def tensor_shards(fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None
 
 
 def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, without a gradient, as a plain ``torch.Tensor`` on the same memory; or a derived tensor itself.
+    """The tensor as a plain detached ``torch.Tensor`` on the same memory, or a derived tensor itself.
+
+    The memory stays when the caller gives the tensor another one (``tensor.data = ...``) while a save still copies it.
 
     Raises ``UnsupportedTensorError``.
     """
     if type(tensor) in _PLAIN_TYPES:
         if not _is_odd(tensor):
-            return tensor if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor.detach()
+            return tensor.detach()
     elif is_derived(tensor):
         return tensor
     if hasattr(tensor, _ZERO3):
