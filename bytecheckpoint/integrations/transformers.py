@@ -241,8 +241,10 @@ class BcpTrainerMixin:
             # For the files of subclasses; the Trainer itself finds nothing in the folder, and expects no file there
             # unless DeepSpeed is enabled.
             is_enabled, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
-            self._load_optimizer_and_scheduler(resume_from_checkpoint)  # type: ignore[attr-defined]
-            self.is_deepspeed_enabled = is_enabled
+            try:
+                self._load_optimizer_and_scheduler(resume_from_checkpoint)  # type: ignore[attr-defined]
+            finally:
+                self.is_deepspeed_enabled = is_enabled
             self._name_best()
         return prepared
 

@@ -263,8 +263,7 @@ class Housekeeping(Cleaner):
                 found, attempts[one.name] = _with(found, one), attempt
         names = {one.name for one in expendable(self._retention, found)} & attempts.keys()
         self._awaited -= names
-        for unsent in [one for one in self._unsent if one[0].name in names]:
-            self._unsent.remove(unsent)
+        self._unsent = [one for one in self._unsent if one[0].name not in names]
         return [attempts[name] for name in names]
 
     def reorder(self) -> None:

@@ -707,11 +707,8 @@ class CheckpointManager:
         """On a preemption signal: save in the block, and end all that has begun, within the grace period."""
         _log.warning("%s: received %s; step %d is the last one", self.root, signal.Signals(number).name, step)
         self.preempted = True
-        exits, tier_folder, end = (
-            self._preemption.action == "exit",
-            self._resources.tier_folder,
-            time.monotonic() + grace_s,
-        )
+        exits, tier_folder = self._preemption.action == "exit", self._resources.tier_folder
+        end = time.monotonic() + grace_s
         if self._resources.housekeeping is not None:
             self._resources.housekeeping.leave()
         saving_s = max(grace_s - _EXIT_S, grace_s / 2)

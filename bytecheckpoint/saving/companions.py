@@ -132,8 +132,11 @@ def _adapter_config(module: nn.Module) -> bytes | None:
         configs = getattr(part, "peft_config", None)
         if isinstance(configs, Mapping) and len(configs) == 1:
             (config,) = configs.values()
-            document = {**config.to_dict(), "inference_mode": True}
-            return (json.dumps(document, indent=2, sort_keys=True, default=_plain) + "\n").encode()
+            try:
+                document = {**config.to_dict(), "inference_mode": True}
+                return (json.dumps(document, indent=2, sort_keys=True, default=_plain) + "\n").encode()
+            except Exception:  # noqa: BLE001 - foreign code; the checkpoint is complete without it
+                _log.warning("the adapter of %s is not described as PEFT does; it is not stored", type(part).__name__)
     return None
 
 

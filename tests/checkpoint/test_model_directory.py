@@ -244,3 +244,12 @@ def test_models_with_adapters_are_not_stored_as_directories(make: Any, tmp_path:
     assert not (tmp_path / "whole").exists()
     bcp.save(tmp_path / "merged", {"model": model}, options=bcp.SaveOptions(layout="merged"))
     bcp.save(tmp_path / "other", {"model": nn.Linear(2, 2)}, options=bcp.SaveOptions(layout="whole"))
+
+
+@pytest.mark.parametrize("config", [{"r": 8}, 1, None], ids=repr)
+def test_what_only_looks_like_an_adapter_of_peft_is_saved(config: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.peft_config = {"default": config}  # type: ignore[assignment]
+    bcp.save(tmp_path, {"model": model})
+    assert torch.equal(bcp.open(tmp_path)["model.weight"][:], model.weight)
+    assert not list(tmp_path.rglob("adapter_config.json"))

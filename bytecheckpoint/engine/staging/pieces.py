@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -20,8 +19,6 @@ from ...tensors.geometry import decompose
 from ..blocks import PAGE, Block
 from ..files import FileImage
 from ..tensor_bytes import as_bytes, copy_elements, copy_memory
-
-_is_cpu = attrgetter("is_cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,20 +85,15 @@ def copy_piece(
 ) -> None:
     """Copy bytes ``[start, stop)`` of the file to byte ``offset`` of ``block``; ``only`` selects tensors."""
     copy_head(image, start, stop, block, offset)
-    found = [*parts(image, start, stop, only)]
-    addresses = host_addresses([tensor for tensor, *_ in found])
-    if addresses is not None:
-        base = block.address + offset
-        for (_, first, last, at), address in zip(found, addresses, strict=True):
-            copy_memory(base + at, address + first, last - first)
-        return
-    for tensor, first, last, at in found:
-        out = block.tensor[offset + at : offset + at + last - first]
+    base = block.address + offset
+    for tensor, first, last, at in parts(image, start, stop, only):
         if is_derived(tensor):
-            copy_flat_range(out, tensor.compute(), first)
+            copy_flat_range(block.tensor[offset + at : offset + at + last - first], tensor.compute(), first)
             tensor.release(last - first)
+        elif tensor.is_cpu and is_plain(tensor):
+            copy_memory(base + at, tensor.data_ptr() + first, last - first)
         else:
-            copy_flat_range(out, tensor, first)
+            copy_flat_range(block.tensor[offset + at : offset + at + last - first], tensor, first)
 
 
 def copy_head(image: FileImage, start: int, stop: int, block: Block, offset: int) -> None:
@@ -109,23 +101,6 @@ def copy_head(image: FileImage, start: int, stop: int, block: Block, offset: int
     if start < len(image.head):
         head = np.frombuffer(image.head, np.uint8)[start:stop]
         np.copyto(np.frombuffer(block.view, np.uint8)[offset : offset + len(head)], head)
-
-
-def host_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Where the tensors' elements begin, if the memory of each is in the host and holds exactly them; None otherwise.
-
-    Of many thousand small tensors, each of these maps takes half as long as a loop.
-    """
-    plain = torch.Tensor
-    if (
-        {*map(type, tensors)} <= {plain}
-        and all(map(_is_cpu, tensors))
-        and all(map(plain.is_contiguous, tensors))
-        and not any(map(plain.is_neg, tensors))
-        and not any(map(plain.is_conj, tensors))
-    ):
-        return [*map(plain.data_ptr, tensors)]
-    return None
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
