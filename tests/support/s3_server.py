@@ -14,8 +14,10 @@ import pytest
 
 _SERVER = """
 import sys
+import threading
 from moto.s3.exceptions import NoSuchUpload
 from moto.s3.models import S3Backend
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
 # Without this, moto replies 500 about an unknown upload, where S3 replies 404.
@@ -28,6 +30,14 @@ def checked(operation):
 
 S3Backend.upload_part = checked(S3Backend.upload_part)
 S3Backend.complete_multipart_upload = checked(S3Backend.complete_multipart_upload)
+
+# Without this, moto checks a condition and puts the object in two steps, so two conditional puts may both succeed.
+put_object, one_at_a_time = S3Response.put_object, threading.Lock()
+def put_alone(self):
+    with one_at_a_time:
+        return put_object(self)
+
+S3Response.put_object = put_alone
 server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
 server.start()
 print(server.get_host_and_port()[1], flush=True)
