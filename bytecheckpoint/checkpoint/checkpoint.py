@@ -28,7 +28,7 @@ from ..runtime.arguments import check_arguments
 from ..runtime.modes import default_modes
 from ..storage_backends import join
 from ..storage_backends.base import StorageBackend
-from ..telemetry.notebook import html_table
+from ..telemetry.trace import html_table
 from ..tensors.geometry import Box
 from ..tensors.shards import Path
 from ..tensors.tables import BoxTable

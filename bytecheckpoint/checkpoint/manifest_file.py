@@ -23,7 +23,7 @@ from ..errors import (
     UnansweredError,
     UsageError,
 )
-from ..format.lfs import refuse_pointer
+from ..format.hf_index import refuse_pointer
 from ..format.manifest import (
     MANIFEST_KEY,
     MAX_MANIFEST_BYTES,

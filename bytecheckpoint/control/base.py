@@ -15,7 +15,7 @@ from typing import Self
 import msgpack
 
 from ..errors import DisagreementError
-from .agreement import describe_disagreement
+from ..runtime.messages import describe_disagreement
 from .connections import Buffer
 
 

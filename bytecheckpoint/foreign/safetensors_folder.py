@@ -14,8 +14,7 @@ from ..errors import (
     NotACheckpointError,
     UnsupportedTensorError,
 )
-from ..format.hf_index import INDEX_KEY, SINGLE_KEY
-from ..format.lfs import refuse_pointer
+from ..format.hf_index import INDEX_KEY, SINGLE_KEY, refuse_pointer
 from ..format.safetensors import HeaderRecord, SafetensorsHeader, dtype_and_shape, parse_header
 from ..runtime.messages import listed
 from ..storage_backends.base import StorageBackend

@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoint.index import Index
 from ..errors import CorruptionError, KeyNotFoundError, NotACheckpointError, UnsupportedTensorError
-from ..format.lfs import refuse_pointer
+from ..format.hf_index import refuse_pointer
 from ..format.values import UnreadObject
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType

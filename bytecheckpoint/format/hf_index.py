@@ -1,4 +1,4 @@
-"""The index of a model in Hugging Face's layout: the safetensors file of each tensor.
+"""The index of a model in Hugging Face's layout: the safetensors file of each tensor; and pointers of Git LFS.
 
 With ``layout="whole"`` a save writes it next to the data files. Export writes it and import reads it, too.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from ..errors import NotACheckpointError
 from .manifest import COMPANION, Manifest
 
 INDEX_KEY = "model.safetensors.index.json"
@@ -30,3 +31,12 @@ def model_directory(manifest: Manifest) -> str | None:
     key = f"{manifest.attempt}/{INDEX_KEY}"
     row = manifest.files.name.index(key) if key in manifest.files.name else None
     return None if row is None or manifest.files.kind[row] != COMPANION else manifest.attempt
+
+
+_START = b"version http"  # no file that this library reads begins so
+
+
+def refuse_pointer(head: bytes, where: str) -> None:
+    """Raise ``NotACheckpointError`` if a file that begins with ``head`` (12 bytes suffice) is such a pointer."""
+    if head.startswith(_START):
+        raise NotACheckpointError(f"{where} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import without_userinfo
-from ..telemetry.notebook import timings_table
-from ..telemetry.trace import Timings
+from ..telemetry.trace import Timings, timings_table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,7 @@ from ..frameworks.optimizer_state import MASTER, MASTERS_OF, state_name
 from ..frameworks.sections import split_rank_name
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, StoredSection
-from .names import RankChoices
-from .options import Fault, LoadRequest
+from .options import Fault, LoadRequest, RankChoices
 
 _ATOMS = (bool, int, float, str, type(None))
 

@@ -21,7 +21,6 @@ import msgpack
 import torch
 
 from ..checkpointer import Session
-from ..control.agreement import describe_disagreement
 from ..control.base import Operation
 from ..control.failure import message_of, shorten
 from ..errors import (
@@ -33,6 +32,7 @@ from ..errors import (
     StorageError,
     without_userinfo,
 )
+from ..runtime.messages import describe_disagreement
 from ..saving.handle import SaveHandle, failure_of
 from .options import Cadence, Preemption
 from .signals import SignalWatch

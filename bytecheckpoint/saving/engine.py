@@ -21,7 +21,7 @@ from ..errors import StateError, UsageError
 from ..format.manifest import MANIFEST_TRAILER, Manifest
 from ..runtime.threads import Threads
 from ..storage_backends import StorageBackend, parent_url
-from .plan_cache import PlanCache
+from .agreement import PlanCache
 from .upload_queue import UploadQueue
 
 DEFAULT_MERGE_MEMORY_BYTES = 64 << 20

@@ -9,8 +9,10 @@ loads of this library. Everything else (buffers, tensors of trees, parameters th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +21,8 @@ import torch
 from ..engine.files import FileImage
 from ..engine.staging.staging import Staging
 from ..errors import StateError
-from ..frameworks.step_hooks import StepHooks
+from ..frameworks.dtensor import is_dtensor, local_tensor
+from ..frameworks.module_tree import modules_of
 from ..runtime.messages import listed
 from .engine import SaveEngine
 
@@ -99,3 +102,103 @@ def _check_unchanged(watched: Sequence[tuple[str, torch.Tensor, int]]) -> None:
             f"which would have waited. Nothing was saved. Add the optimizer that changes it to the state, call "
             f"handle.wait_staged() first, or save without a gate"
         )
+
+
+class StepHooks:
+    """Hooks before every step and load that may change the tensors of a state's optimizers.
+
+    The optimizers are ``torch.optim.Optimizer`` objects and lists of them.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        objects = [
+            item for value in state.values() for item in (value if isinstance(value, (list, tuple)) else [value])
+        ]
+        self._optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer) and _is_hooked(item)]
+        self._modules = [module for value in state.values() for module in modules_of(value)]
+        self._handles: list[Any] = []
+        ranges = sorted(((*_extent(_local(tensor)), tensor) for tensor in self._stepped()), key=itemgetter(0))
+        self._begins = [begin for begin, *_ in ranges]
+        self._ends = [end for _, end, _ in ranges]
+        self._holders = [tensor for *_, tensor in ranges]
+
+    def holder_of(self, dense: torch.Tensor) -> torch.Tensor | None:
+        """The optimizer's tensor, a parameter or its state, whose memory contains ``dense``.
+
+        None if anything but a step may change ``dense``, or if a change without a hook could not be detected. In-place
+        operations on the holder increase its ``_version``, except for those through ``.data``.
+        """
+        begin, end = _extent(dense)
+        at = bisect_right(self._begins, begin) - 1
+        return self._holders[at] if begin < end and at >= 0 and end <= self._ends[at] else None
+
+    def register(self, wait: Callable[[], None]) -> None:
+        """Call ``wait`` before every step and every load, in its thread. ``holder_of`` finds nothing afterwards."""
+        hook = _Hook(wait)
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(hook))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(hook))
+        # On every submodule, because a part of a model can be loaded separately.
+        owners = {id(part): part for module in self._modules for part in module.modules() if part._parameters}
+        for owner in owners.values():
+            self._handles.append(owner.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+        # The handles hold weak references only; neither do these lists keep the objects alive.
+        self._optimizers, self._modules, self._holders = [], [], []
+
+    def remove(self) -> None:
+        """Remove the hooks. Do not call this inside a hook, or while another thread may run one: torch iterates over
+        the dictionaries that this changes."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _stepped(self) -> Iterator[torch.Tensor]:
+        """Every tensor that only steps change, and that counts its changes."""
+        for optimizer in self._optimizers:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            yield from (param for param in params if _counts_changes(param))
+            for param, entries in optimizer.state.items():
+                if isinstance(param, torch.Tensor) and isinstance(entries, Mapping):
+                    yield from (v for v in entries.values() if isinstance(v, torch.Tensor) and _counts_changes(v))
+
+
+class _Hook:
+    """A hook of any kind. In a copy of the object that it is registered with, it does nothing."""
+
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        if self._wait is not None:
+            self._wait()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch runs hooks around ``step``. It does not if a class never calls ``Optimizer.__init__``."""
+    return bool(getattr(type(optimizer).step, "hooked", False))
+
+
+def _counts_changes(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has memory and a version counter."""
+    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_inference()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    plain = type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor
+    return local_tensor(tensor) if not plain and is_dtensor(tensor) else tensor
+
+
+def _extent(dense: torch.Tensor) -> tuple[int, int]:
+    """The first address of a tensor's memory, and the address after its last byte; equal for an empty tensor."""
+    count = dense.numel()
+    if not count:
+        return 0, 0
+    begin = dense.data_ptr()
+    if not dense.is_contiguous():
+        count = 1 + sum((length - 1) * stride for length, stride in zip(dense.shape, dense.stride(), strict=True))
+    return begin, begin + count * dense.element_size()

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from ..engine.staging.staging import Staging
 from ..errors import without_userinfo
-from ..telemetry.notebook import timings_table
-from ..telemetry.trace import Timings
+from ..telemetry.trace import Timings, timings_table
 from ..transfer.transfer import TransferReport
 from .lifecycle import SaveLifecycle
 

@@ -39,9 +39,8 @@ from ..planners import (
     unpack_boxes,
 )
 from ..version import HEADER_METADATA
-from .agreement import NewPlan, RankSummary, SaveShare, pack_parts, unpack_parts
+from .agreement import NewPlan, PlanCache, PlannedShare, RankSummary, SaveShare, pack_parts, unpack_parts
 from .local_state import LocalState, OrderedPlan
-from .plan_cache import PlanCache, PlannedShare
 from .replicas import Contents, find_diverged, replica_error
 
 _log = logging.getLogger(__name__)

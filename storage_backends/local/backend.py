@@ -30,7 +30,9 @@ from ..base import Conditions, ObjectReader, ObjectStat, ObjectWriter, StorageBa
 from ..buffers import byte_view, check_max_size
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
 from ..posix import flush, free_bytes, refresh, staleness_s, write_at
-from .directories import (
+from .objects import LocalReader, LocalWriter
+from .root import (
+    LocalRoot,
     is_readable_below,
     is_within,
     link_exclusive,
@@ -40,8 +42,6 @@ from .directories import (
     replace_exclusive,
     supports_exclusive_names,
 )
-from .objects import LocalReader, LocalWriter
-from .root import LocalRoot
 
 _log = logging.getLogger(__name__)
 

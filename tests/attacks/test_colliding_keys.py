@@ -12,7 +12,7 @@ import pytest
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import FormatError, UnserializableError
 from bytecheckpoint.foreign.pickles import interpret
-from bytecheckpoint.format.values import decode_value, encode_value, encoding, unpacking
+from bytecheckpoint.format.values import decode_value, encode_value, encoding, types
 
 COUNT = 150
 _WORD = 1 << 64
@@ -55,7 +55,7 @@ def test_stored_values(kind: str, container: Any, monkeypatch: pytest.MonkeyPatc
         encode_value(value, "value")
     monkeypatch.setattr(encoding, "check_hashes", lambda keys: None)
     monkeypatch.setattr(encoding, "check_key", lambda key, where: None)
-    monkeypatch.setattr(unpacking, "check_key", lambda key, where: None)
+    monkeypatch.setattr(types, "check_key", lambda key, where: None)
     data = encode_value(value, "value")
     with pytest.raises(FormatError, match="have the same hash"):
         decode_value(data)

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from bytecheckpoint import errors
-from bytecheckpoint.control.agreement import describe_disagreement
 from bytecheckpoint.control.failure import FailureRecord
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.control.single import SingleProcess
@@ -19,7 +18,7 @@ from bytecheckpoint.errors import (
     RankFailedError,
     StorageError,
 )
-from bytecheckpoint.runtime.messages import format_ranks, ranks_text
+from bytecheckpoint.runtime.messages import describe_disagreement, format_ranks, ranks_text
 
 HERE = PeerIdentity(2, "host-a", 4711, 99, "boot", "pidns", "netns")
 

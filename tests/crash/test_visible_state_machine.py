@@ -153,9 +153,7 @@ class VisibleState(RuleBasedStateMachine):
                 manager.wait()
                 self.abandoned |= {one for one in self.seen if self.steps[one] > step}  # the job has gone back
                 self._committed(name, value)
-                committed = [
-                    Committed(one, int(one[5:]), is_abandoned=one in self.abandoned) for one in self._order()
-                ]
+                committed = [Committed(one, int(one[5:]), is_abandoned=one in self.abandoned) for one in self._order()]
                 for gone in expendable(bcp.Retention(last=last, every_steps=every), committed):
                     self._gone(gone.name)
 

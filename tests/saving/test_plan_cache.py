@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 import bytecheckpoint as bcp
-from bytecheckpoint.saving.plan_cache import PlanCache
+from bytecheckpoint.saving.agreement import PlanCache
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 

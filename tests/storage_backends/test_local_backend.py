@@ -27,8 +27,8 @@ from bytecheckpoint.errors import (
     StorageFullError,
 )
 from bytecheckpoint.storage_backends import StorageBackend, posix
-from bytecheckpoint.storage_backends.local import directories as local_directories
 from bytecheckpoint.storage_backends.local import objects as local_objects
+from bytecheckpoint.storage_backends.local import root as local_root
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
@@ -443,7 +443,7 @@ def test_if_absent_without_hard_links(backend: LocalBackend, monkeypatch: pytest
     with pytest.raises(KeyExistsError):
         backend.put("object", b"second", if_absent=True)
     assert backend.get("object") == b"first"
-    monkeypatch.setattr(local_directories, "rename_exclusive", lambda source, target: False)
+    monkeypatch.setattr(local_root, "rename_exclusive", lambda source, target: False)
     with pytest.raises(StorageError, match="neither hard links nor renameat2") as caught:
         backend.put("other", b"x", if_absent=True)
     assert not isinstance(caught.value, KeyExistsError)

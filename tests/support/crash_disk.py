@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from bytecheckpoint.storage_backends.local import directories
+from bytecheckpoint.storage_backends.local import root
 
 ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO, "eacces": errno.EACCES}
 
@@ -24,7 +24,7 @@ _RENAMEAT2 = "rename_exclusive"
 
 
 def _owner(name: str) -> Any:
-    return directories if name == _RENAMEAT2 else os
+    return root if name == _RENAMEAT2 else os
 
 
 class FailingDisk:

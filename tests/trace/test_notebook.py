@@ -14,7 +14,7 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import BytecheckpointError
-from bytecheckpoint.telemetry.notebook import html_table
+from bytecheckpoint.telemetry.trace import html_table
 from bytecheckpoint.testing import time_limit
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .embedded import read_embedded
-from .legacy import LEGACY_MAGIC
-from .torch_archive import TorchArchive, read_archive
+from .torch_archive import LEGACY_MAGIC, TorchArchive, read_archive
 
 __all__ = ["LEGACY_MAGIC", "TorchArchive", "read_archive", "read_embedded"]

@@ -7,13 +7,182 @@ decodes the arguments of opcodes, and takes no more memory than their bytes.
 from __future__ import annotations
 
 import io
-from typing import Any
+import pickletools
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
 from ...errors import FormatError
 from ...runtime import gc_pause
 from .bounds import check_tree
 from .machine import Machine, Persistent
-from .opcodes import OPCODES
+
+_Handler = Callable[[Machine, Any], None]
+
+_MAX_INT_BITS = 4096
+
+
+def _protocol(machine: Machine, version: int) -> None:
+    if version > 5:
+        raise FormatError(f"pickle protocol {version} is newer than 5")
+
+
+def _constant(value: Any) -> _Handler:
+    return lambda machine, _: machine.push(value, 9)
+
+
+def _container(kind: Callable[[], Any], cost: int) -> _Handler:
+    return lambda machine, _: machine.push(kind(), cost)
+
+
+def _number(machine: Machine, value: float) -> None:
+    if type(value) is int and value.bit_length() > _MAX_INT_BITS:
+        raise FormatError(f"an integer has {value.bit_length()} bits")
+    machine.push(value, 40)
+
+
+def _text(machine: Machine, text: str) -> None:
+    if not text.isascii():
+        text.encode("utf-8")  # raises for half of a surrogate pair
+    machine.push(text, 100 + 4 * len(text))
+
+
+def _binary(machine: Machine, data: bytes | bytearray) -> None:
+    machine.push(data, 100 + 2 * len(data))
+
+
+def _python2_string(machine: Machine, text: str) -> None:
+    raw = text.encode("latin-1")
+    try:
+        _text(machine, raw.decode("utf-8"))
+    except UnicodeDecodeError:
+        _binary(machine, raw)  # Python 2 had one type for both
+
+
+def _put(machine: Machine, index: int) -> None:
+    machine.memo[index] = machine.stack[-1]
+    machine.budget -= 100
+
+
+def _get(machine: Machine, index: int) -> None:
+    machine.stack.append(machine.memo[index])
+
+
+def _memoize(machine: Machine, _: Any) -> None:
+    _put(machine, len(machine.memo))
+
+
+def _short_tuple(length: int) -> _Handler:
+    def handler(machine: Machine, _: Any) -> None:
+        items = [machine.stack.pop() for _ in range(length)]
+        machine.push(tuple(reversed(items)), 48 + 8 * length)
+
+    return handler
+
+
+def _tuple(machine: Machine, _: Any) -> None:
+    items = tuple(machine.pop_mark())
+    machine.push(items, 50 + 8 * len(items))
+
+
+def _frozenset(machine: Machine, _: Any) -> None:
+    items = machine.pop_mark()
+    machine.push(set(), 300)
+    machine.add_items(items)
+    machine.push(frozenset(machine.stack.pop()), 50 * len(items))
+
+
+def _append(machine: Machine, _: Any) -> None:
+    machine.append([machine.stack.pop()])
+
+
+def _set_item(machine: Machine, _: Any) -> None:
+    value = machine.stack.pop()
+    machine.set_items([machine.stack.pop(), value])
+
+
+def _pop(machine: Machine, _: Any) -> None:
+    if machine.marks and machine.marks[-1] == len(machine.stack):
+        machine.marks.pop()
+    else:
+        machine.stack.pop()
+
+
+def _global(machine: Machine, names: str) -> None:
+    module, _, name = names.partition(" ")
+    machine.find(module, name)
+
+
+def _stack_global(machine: Machine, _: Any) -> None:
+    name = machine.stack.pop()
+    machine.find(machine.stack.pop(), name)
+
+
+def _reduce(machine: Machine, _: Any) -> None:
+    args = machine.stack.pop()
+    machine.call(machine.stack.pop(), args)
+
+
+def _new_object(machine: Machine, _: Any) -> None:
+    args = machine.stack.pop()
+    machine.call(machine.stack.pop(), args, new=True)
+
+
+def _new_object_with_names(machine: Machine, _: Any) -> None:
+    kwargs = machine.stack.pop()
+    args = machine.stack.pop()
+    machine.call(machine.stack.pop(), args, kwargs, new=True)
+
+
+_HANDLERS: dict[str, _Handler] = {
+    "PROTO": _protocol,
+    "FRAME": lambda machine, _: None,  # frames matter to readers of streams only
+    # constants, numbers, text and bytes
+    "NONE": _constant(None),
+    "NEWTRUE": _constant(True),
+    "NEWFALSE": _constant(False),
+    **dict.fromkeys(("BININT1", "BININT2", "BININT", "BINFLOAT", "LONG1", "LONG4"), _number),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _text),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"), _binary),
+    **dict.fromkeys(("SHORT_BINSTRING", "BINSTRING"), _python2_string),
+    # containers
+    "MARK": lambda machine, _: machine.mark(),
+    "EMPTY_TUPLE": _constant(()),
+    "TUPLE1": _short_tuple(1),
+    "TUPLE2": _short_tuple(2),
+    "TUPLE3": _short_tuple(3),
+    "TUPLE": _tuple,
+    "EMPTY_LIST": _container(list, 100),
+    "APPEND": _append,
+    "APPENDS": lambda machine, _: machine.append(machine.pop_mark()),
+    "EMPTY_DICT": _container(dict, 100),
+    "SETITEM": _set_item,
+    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_mark()),
+    "EMPTY_SET": _container(set, 300),
+    "ADDITEMS": lambda machine, _: machine.add_items(machine.pop_mark()),
+    "FROZENSET": _frozenset,
+    # stack and memo
+    "POP": _pop,
+    "POP_MARK": lambda machine, _: machine.pop_mark().clear(),
+    "MEMOIZE": _memoize,
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _get),
+    # classes and objects
+    "GLOBAL": _global,
+    "STACK_GLOBAL": _stack_global,
+    "REDUCE": _reduce,
+    "NEWOBJ": _new_object,
+    "NEWOBJ_EX": _new_object_with_names,
+    "BUILD": lambda machine, _: machine.build(),
+    "BINPERSID": lambda machine, _: machine.resolve(machine.stack.pop()),
+}
+
+OPCODES: dict[bytes, tuple[Callable[[BinaryIO], Any] | None, _Handler]] = {
+    one.code.encode("latin-1"): (None if one.arg is None else one.arg.reader, _HANDLERS[one.name])
+    for one in pickletools.opcodes
+    if one.name in _HANDLERS
+}
+"""What reads the argument of each opcode, and its handler. STOP has none: the interpreter takes the result."""
+
 
 MAX_PICKLE_BYTES = 512 << 20
 """A larger pickle is refused. A million shards take about 150 MB in the metadata of a DCP checkpoint."""

@@ -27,8 +27,9 @@ from .types import (
     UnreadObject,
     check_hashes,
     is_stored_dtype,
+    unique_pairs,
+    unpack,
 )
-from .unpacking import unique_pairs, unpack
 
 _T = TypeVar("_T")
 

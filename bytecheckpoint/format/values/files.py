@@ -9,8 +9,7 @@ import msgpack
 import xxhash
 
 from ...errors import FormatError, UnserializableError
-from .types import MAX_DEPTH, Path, path_name
-from .unpacking import unpack
+from .types import MAX_DEPTH, Path, path_name, unpack
 
 VALUES_FILE_VERSION = 1
 

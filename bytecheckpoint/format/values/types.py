@@ -6,13 +6,16 @@ import math
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from ...errors import FormatError, UnserializableError
+import msgpack
+
+from ...errors import FormatError, StateError, UnserializableError
 from ...tensors.metadata import Path
+from ..msgpack_scan import scan_msgpack
 
 __all__ = [
     "CONTAINER_KINDS",
@@ -185,3 +188,42 @@ def check_hashes(keys: Iterable[Hashable]) -> None:
     numbers = [hash(key) for key in keys if type(key) is not str]
     if len(numbers) > _MOST_EQUAL and max(Counter(numbers).values()) > _MOST_EQUAL:
         raise FormatError(f"more than {_MOST_EQUAL} keys of a dict, or items of a set, have the same hash")
+
+
+_MAX_DEPTH = MAX_DEPTH + 3  # levels of the value, and those that a values file adds
+
+
+def unpack(data: bytes, where: str, *, ext_hook: Callable[[int, bytes], Any]) -> Any:
+    """Decode ``data``; ``ext_hook`` creates objects of extension types. ``where`` names the document in errors.
+
+    Raises ``FormatError`` for anything but one document, before it allocates more than a small multiple of its length.
+    """
+    scan_msgpack(where, data, max_depth=_MAX_DEPTH, extensions=True)
+    try:
+        return msgpack.unpackb(
+            data, raw=False, use_list=True, strict_map_key=False, ext_hook=ext_hook, object_pairs_hook=unique_pairs
+        )
+    except StateError:  # ``ext_hook`` refuses a pickle; this error is also a ValueError
+        raise
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise FormatError(f"{where}: not a valid msgpack document: {error or type(error).__name__}") from error
+
+
+def unique_pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return a stored mapping. Raises ``FormatError`` for a duplicate or invalid key."""
+    result: dict[Any, Any] = {}
+    for key, _ in pairs:
+        _check_stored_key(key)
+    check_hashes(key for key, _ in pairs)
+    for key, value in pairs:
+        if key in result:
+            raise FormatError("a mapping has a key twice")
+        result[key] = value
+    return result
+
+
+def _check_stored_key(key: Any) -> None:
+    try:
+        check_key(key, "a stored mapping")
+    except UnserializableError as error:
+        raise FormatError(str(error)) from None

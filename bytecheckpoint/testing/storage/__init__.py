@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .listing import ListingTests
 from .objects import HOSTILE_KEYS, ObjectTests
-from .reading import ReadingTests
+from .reading import ListingTests, ReadingTests
 from .sequences import SequenceTests, StoreMachine
 from .writing import WritingTests
 

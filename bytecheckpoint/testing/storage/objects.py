@@ -11,7 +11,7 @@ import pytest
 
 from ...errors import KeyChangedError, KeyExistsError, KeyNotFoundError, StorageError
 from ...storage_backends.base import Conditions, StorageBackend
-from .store_tests import StoreTests, content_of, reads_of
+from .reading import StoreTests, content_of, reads_of
 
 HOSTILE_KEYS = (
     "",

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from ...errors import KeyChangedError, KeyExistsError, KeyNotFoundError, StorageError
 from ...storage_backends.base import ObjectWriter, StorageBackend
-from .store_tests import StoreTests
+from .reading import StoreTests
 
 # No key is a directory of another one: file systems cannot store both.
 _KEYS = ("a", "b", "d/a", "d/b", "d/e/a", "d-x/a", "größe/Ω")

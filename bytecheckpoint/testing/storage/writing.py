@@ -11,7 +11,7 @@ import pytest
 
 from ...errors import KeyNotFoundError, StorageError
 from ...storage_backends.base import PartWriter, StorageBackend
-from .store_tests import StoreTests, content_of
+from .reading import StoreTests, content_of
 
 
 class WritingTests(StoreTests):
