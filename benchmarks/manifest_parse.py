@@ -24,7 +24,10 @@ import xxhash
 import zstandard
 
 from bytecheckpoint.format.checksums import CHECKSUM_BYTES, checksum_column
-from bytecheckpoint.format.manifest import FileTable, Manifest, SectionInfo, decode, encode, validate
+from bytecheckpoint.format.manifest.document import Manifest, SectionInfo
+from bytecheckpoint.format.manifest.envelope import decode, encode
+from bytecheckpoint.format.manifest.files import FileTable
+from bytecheckpoint.format.manifest.validation import validate
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 

@@ -18,8 +18,10 @@ import numpy as np
 
 from benchmarks.browser import Browser
 from bytecheckpoint.cli import cli
-from bytecheckpoint.format.checksums import checksum_column
-from bytecheckpoint.format.manifest import MANIFEST_KEY, FileTable, Manifest, SectionInfo, encode
+from bytecheckpoint.format.checksums import checksum_column, empty_checksums
+from bytecheckpoint.format.manifest.document import Manifest, SectionInfo
+from bytecheckpoint.format.manifest.envelope import MANIFEST_KEY, encode
+from bytecheckpoint.format.manifest.files import FileTable
 from bytecheckpoint.telemetry.save_times import SaveTimes
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
@@ -77,7 +79,7 @@ def _manifest(ranks: int, layers: int, width: int, number: int) -> Manifest:
     times = _times(ranks, number)
     seconds = sum(float(one.max()) for one in times.values()) + 0.3
     stall = float(np.sum([times[step] for step in _SECONDS if step != "write"], 0).max())
-    manifest = Manifest.assemble(
+    manifest = Manifest(
         library_version=VERSION,
         step=number * 500,
         created=f"2026-01-01T{number:02d}:00:00.000000Z",
@@ -101,8 +103,8 @@ def _manifest(ranks: int, layers: int, width: int, number: int) -> Manifest:
         shards=shards,
         shard_file=np.tile(np.arange(ranks), len(names)),
         shard_offset=(np.cumsum(offset, 0) - offset).reshape(-1),
-        aliases=[],
-    )
+        checksums=empty_checksums(int((-(-nbytes // _CHUNK)).sum())),
+    ).in_order()
     manifest.save_times = SaveTimes(seconds, stall, times).to_document()
     return manifest
 

@@ -22,8 +22,8 @@ from benchmarks.scale_worlds import make_world, parameters
 from bytecheckpoint.checkpoint.attempts import new_attempt_id
 from bytecheckpoint.engine.checksums import chunk_size_for
 from bytecheckpoint.format.checksums import CHECKSUM_BYTES
-from bytecheckpoint.format.manifest import decode, encode
-from bytecheckpoint.format.values import decode_path
+from bytecheckpoint.format.manifest.envelope import decode, encode
+from bytecheckpoint.format.values.files import decode_path
 from bytecheckpoint.planners import OWN_BOXES, WHOLE, Assignment, ContentChecks, SavePlan, pack_boxes, plan_load
 from bytecheckpoint.runtime.gc_pause import paused
 from bytecheckpoint.saving.agreement import RankSummary, pack_parts, unpack_parts

@@ -11,7 +11,8 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from bytecheckpoint.format.values import encode_path, encode_value, value_digest
+from bytecheckpoint.format.values.encoding import encode_value
+from bytecheckpoint.format.values.files import encode_path, value_digest
 from bytecheckpoint.planners import WHOLE, ContentDigests, LocalPlan, ValueEntry, stack_digests
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box

@@ -154,7 +154,9 @@ def _open(text: str, options: dict[str, Any]) -> StorageBackend:
     if scheme in plugin_schemes():
         return _load_plugin(scheme).from_url(text, **options)
     if scheme in ("http", "https"):
-        return _open_http(text, options)
+        from .http import HttpBackend
+
+        return HttpBackend.from_url(text, **options)
     if scheme in SCHEMES:
         return _open_cloud(scheme, text, options)
     return _open_with_fsspec(scheme, text, options)
@@ -250,12 +252,6 @@ def _load_plugin(scheme: str) -> type[StorageBackend]:
     if not (isinstance(backend, type) and issubclass(backend, StorageBackend)):
         raise UnsupportedURLError(f"{origin} is not a StorageBackend; repair or uninstall that package")
     return backend
-
-
-def _open_http(url: str, options: dict[str, Any]) -> StorageBackend:
-    from .http import HttpBackend
-
-    return HttpBackend.from_url(url, **options)
 
 
 def _open_cloud(scheme: str, url: str, options: dict[str, Any]) -> StorageBackend:

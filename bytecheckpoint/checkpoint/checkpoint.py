@@ -20,8 +20,9 @@ from ..engine.resources import IOEngine
 from ..engine.tensor_bytes import box_view
 from ..errors import CheckpointError, NameNotFoundError, StateError, UsageError, without_userinfo
 from ..format.hf_index import model_directory
-from ..format.manifest import Manifest
-from ..format.values import Container, decode_value, is_left_out
+from ..format.manifest.document import Manifest
+from ..format.values.decoding import decode_value
+from ..format.values.types import Container, is_left_out
 from ..frameworks.sections import split_rank_name
 from ..planners import plan_load
 from ..runtime.arguments import check_arguments

@@ -26,7 +26,8 @@ from ..errors import (
     UnsupportedVersionError,
     UsageError,
 )
-from ..format.manifest import MANIFEST_KEY, Manifest, Summary
+from ..format.manifest.document import Manifest, Summary
+from ..format.manifest.envelope import MANIFEST_KEY
 from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.messages import listed
 from ..runtime.threads import Threads

@@ -16,8 +16,10 @@ from ..engine.reading.checks import CrcTable
 from ..engine.reading.reader import ShardReader
 from ..engine.reading.views import StoredViews
 from ..engine.resources import IOEngine
-from ..format.manifest import Manifest, pack_payload, unpack_payload, validate_foreign
-from ..format.values import decode_path, encode_path
+from ..format.manifest.document import Manifest
+from ..format.manifest.payload import pack_payload, unpack_payload
+from ..format.manifest.validation import validate_foreign
+from ..format.values.files import decode_path, encode_path
 from ..storage_backends import join
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings

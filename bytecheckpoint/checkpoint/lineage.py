@@ -15,7 +15,7 @@ from typing import TypeAlias
 import msgpack
 
 from ..errors import FormatError, KeyNotFoundError
-from ..format.manifest import Summary
+from ..format.manifest.document import Summary
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
 

@@ -24,16 +24,8 @@ from ..errors import (
     UsageError,
 )
 from ..format.hf_index import refuse_pointer
-from ..format.manifest import (
-    MANIFEST_KEY,
-    MAX_MANIFEST_BYTES,
-    START,
-    Manifest,
-    Summary,
-    decode,
-    decode_summary,
-    encode,
-)
+from ..format.manifest.document import Manifest, Summary
+from ..format.manifest.envelope import MANIFEST_KEY, MAX_MANIFEST_BYTES, START, decode, decode_summary, encode
 from ..storage_backends import folder_name
 from ..storage_backends.base import Conditions, StorageBackend
 from .attempts import ATTEMPT_PREFIX

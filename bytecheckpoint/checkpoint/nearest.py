@@ -21,7 +21,7 @@ from typing_extensions import Buffer
 
 from ..engine.objects import OBJECTS
 from ..errors import HIDDEN_PASSWORD, CheckpointError, CorruptionError, KeyNotFoundError, StorageError, UsageError
-from ..format.manifest import MANIFEST_KEY
+from ..format.manifest.envelope import MANIFEST_KEY
 from ..runtime import DEFAULT_DEADLINE_S
 from ..storage_backends import ObjectStat, ObjectWriter, StorageBackend, open_backend, open_like
 from ..storage_backends.base import Conditions, ObjectReader

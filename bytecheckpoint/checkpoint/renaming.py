@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 
 from ..errors import MismatchError, NameCollisionError, UsageError
-from ..format.manifest import Manifest, SectionInfo
-from ..format.values import is_number, path_name
+from ..format.manifest.document import Manifest, SectionInfo
+from ..format.values.types import is_number, path_name
 from ..frameworks.sections import is_section_name, split_rank_name
 from ..tensors.shards import Path
 from ..tensors.tables import TensorTable

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import TensorIndexError, UsageError
-from ..format.manifest import Manifest
+from ..format.manifest.document import Manifest
 from ..runtime.arguments import check_arguments
 from ..runtime.modes import default_modes
 from ..tensors.geometry import Box

@@ -36,7 +36,8 @@ from functools import partial
 
 from ..engine.objects import OBJECTS, attempts_of, data_of, files_of
 from ..errors import CheckpointError, KeyNotFoundError, RootInUseError, StorageError
-from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest
+from ..format.manifest.document import Manifest
+from ..format.manifest.envelope import MANIFEST_KEY, MAX_MANIFEST_BYTES
 from ..runtime.threads import Threads
 from ..storage_backends import folder_name, join, open_like, parent_url
 from ..storage_backends.base import StorageBackend

@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 from ..engine.reading.stored_files import read_stored_file
 from ..errors import StateError
-from ..format.manifest import COMPANION, Manifest
-from ..format.values import MAPPINGS, Container, decode_value, decode_values_file, is_left_out, path_name, unread_in
+from ..format.manifest.document import Manifest
+from ..format.manifest.files import COMPANION
+from ..format.values.decoding import decode_value
+from ..format.values.files import decode_values_file
+from ..format.values.types import MAPPINGS, Container, is_left_out, path_name, unread_in
 from ..frameworks.tree_paths import PathIndex, build_tree
 from ..runtime.messages import listed
 from ..storage_backends.base import StorageBackend

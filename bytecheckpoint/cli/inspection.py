@@ -18,7 +18,7 @@ from ..checkpoint.selection import SimilarNames
 from ..checkpoint.values import unread_values
 from ..codecs import PlainCodec
 from ..foreign.opening import CheckpointSource
-from ..format.manifest import FORMAT_VERSION
+from ..format.manifest.envelope import FORMAT_VERSION
 from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..runtime.messages import listed

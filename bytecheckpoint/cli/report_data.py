@@ -18,7 +18,7 @@ from ..checkpoint.location import Location
 from ..checkpoint.manifest_file import read_manifest
 from ..checkpoint.sweep import missing_files
 from ..errors import CheckpointError
-from ..format.manifest import Manifest
+from ..format.manifest.document import Manifest
 from ..runtime.messages import listed
 from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend

@@ -19,7 +19,7 @@ from ..checkpoint.selection import Exclusion
 from ..checkpoint.values import StoredValue
 from ..engine.tensor_bytes import as_bytes
 from ..errors import MismatchError, NameNotFoundError, UsageError
-from ..format.manifest import timestamp
+from ..format.manifest.document import timestamp
 from ..loading.matching import fault_lines
 from ..runtime.modes import default_modes
 from ..tensors.dtypes import DType

@@ -11,7 +11,7 @@ from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
 from ..checkpoint.selection import Exclusion
 from ..errors import UsageError
-from ..format.manifest import timestamp
+from ..format.manifest.document import timestamp
 from ..frameworks.sections import check_state
 from ..runtime.modes import default_modes
 from .reshard import chosen_part, whole_files

@@ -13,7 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..engine.reading.stored_files import read_stored_file
 from ..errors import FormatError, KeyExistsError
 from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY
-from ..format.manifest import COMPANION
+from ..format.manifest.files import COMPANION
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 

@@ -24,9 +24,10 @@ from ..engine.files import data_key
 from ..engine.reading.stored_files import read_stored_file
 from ..errors import NameCollisionError, UsageError
 from ..foreign.naming import MODEL_SECTION
-from ..format.manifest import COMPANION, Manifest, SectionInfo
+from ..format.manifest.document import Manifest, SectionInfo
+from ..format.manifest.files import COMPANION
 from ..format.safetensors import shard_name
-from ..format.values import encode_values_file
+from ..format.values.files import encode_values_file
 from ..frameworks.sections import split_rank_name
 from ..runtime.arguments import check_choice
 from ..runtime.modes import default_modes

@@ -25,7 +25,8 @@ from ..engine.tensor_bytes import box_view, byte_view
 from ..engine.writing import WrittenFile
 from ..errors import CommitUnknownError, KeyExistsError, KeyNotFoundError
 from ..format.checksums import checksum_of, empty_checksums
-from ..format.manifest import MANIFEST_KEY, Manifest, timestamp
+from ..format.manifest.document import Manifest, timestamp
+from ..format.manifest.envelope import MANIFEST_KEY
 from ..format.safetensors import HeaderEntry, build_header
 from ..planners import plan_load, split_box
 from ..runtime.threads import Threads
@@ -71,10 +72,6 @@ class OutputTensor:
     def shape(self) -> tuple[int, ...]:
         """The shape in the output file."""
         return self.box.lengths if self.form is None else self.form
-
-    def as_dtype(self, dtype: DType) -> OutputTensor:
-        """Return the same tensor in another dtype."""
-        return replace(self, dtype=dtype)
 
     @property
     def nbytes(self) -> int:
@@ -264,7 +261,7 @@ class Rewriter:
         chunk_size = chunk_size_for(sum(file.data_size for file in files))
         written = [self.write(target, file, progress, chunk_size=chunk_size) for file in files]
         tensors = [(number, tensor) for number, file in enumerate(files) for tensor in file.tensors]
-        return Manifest.assemble(
+        return Manifest(
             library_version=VERSION,
             step=old.step,
             created=old.created or timestamp(),  # another system's files may not state it
@@ -284,7 +281,7 @@ class Rewriter:
             shard_offset=np.concatenate([np.empty(0, np.int64), *(file.offsets() for file in files)]),
             checksums=np.concatenate([empty_checksums(), *(one.checksums for one in written)]),
             aliases=list(old.aliases),
-        )
+        ).in_order()
 
 
 def _empty(box: Box, dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ..errors import (
     UsageError,
 )
 from ..format.safetensors import code_and_shape
-from ..format.values import path_name
+from ..format.values.types import path_name
 from ..frameworks.module_tree import EXTRA_STATE
 from ..loading.matching import fault_lines
 from ..loading.stored import OpenCheckpoint, TensorSources
@@ -82,7 +82,9 @@ class ExportSelection:
             raise NameNotFoundError(
                 f"{self.checkpoint.url} has no section {self.section!r}; it has {', '.join(self.checkpoint.sections)}"
             )
-        self._refuse_unread()
+        if not self.checkpoint.index.is_own:
+            values = self.checkpoint.index.values(section=self.section)
+            refuse_unread(filter(self._is_weight, values), self.checkpoint.url)
         required = None if expected is None else _expected_shapes(expected)
         groups = self._groups()
         chosen = self._parts(groups)
@@ -102,7 +104,7 @@ class ExportSelection:
         _refuse_collisions([tensor.name for tensor in chosen] + list(dropped))
         if required is not None:
             self._check_expected(required, {tensor.name: tensor.shape for tensor in chosen})
-        tensors = [tensor.as_dtype(output_dtype(tensor.dtype, cast)) for tensor in chosen]
+        tensors = [replace(tensor, dtype=output_dtype(tensor.dtype, cast)) for tensor in chosen]
         _check_dtypes(tensors)
         return sorted(tensors, key=lambda tensor: tensor.name), dropped
 
@@ -120,12 +122,6 @@ class ExportSelection:
     def exported_name(self, fqn: str) -> str | None:
         """The exported name of a stored tensor; None if it is not exported."""
         return fqn if self.lora is None else self.lora.relabel(fqn)
-
-    def _refuse_unread(self) -> None:
-        """Raise ``StateError`` for a weight of a class that this library does not read, such as a quantized one."""
-        index = self.checkpoint.index
-        if not index.is_own:
-            refuse_unread(filter(self._is_weight, index.values(section=self.section)), self.checkpoint.url)
 
     def _is_weight(self, value: StoredValue) -> bool:
         name = self.exported_name(path_name(value.path))

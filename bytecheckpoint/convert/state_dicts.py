@@ -9,7 +9,8 @@ from typing import Any
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.values import StoredValue, decoded_values, section_tree
 from ..errors import StateError
-from ..format.values import Container, decode_value
+from ..format.values.decoding import decode_value
+from ..format.values.types import Container
 from ..frameworks.optimizer_state import split_entry
 from ..tensors.metadata import Path
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from ..checkpoint.location import Location
 from ..errors import NameCollisionError, PlanError, UnserializableError, UnsupportedURLError
-from ..format.values import Container, path_name
+from ..format.values.types import Container, path_name
 from ..frameworks.base import Context
 from ..frameworks.digests import tensor_digest
 from ..frameworks.sections import check_name, is_section_name
@@ -93,10 +93,6 @@ def _recorded_paths(planner_data: object) -> dict[str, Path]:
     }
 
 
-def _is_in_section(path: Path, *, is_tensor: bool) -> bool:
-    return is_section_name(path[0]) and (len(path) > 1 or not (is_tensor or path[0] == _ROOT_STATE))
-
-
 @dataclass
 class SectionItems:
     """The items of one section on this rank.
@@ -124,7 +120,7 @@ def resolve_items(
     for item in plan.items:
         is_tensor = item.type != WriteItemType.BYTE_IO
         section, path = top_level, paths.get(item.index.fqn, (item.index.fqn,))
-        if _is_in_section(path, is_tensor=is_tensor):
+        if is_section_name(path[0]) and (len(path) > 1 or not (is_tensor or path[0] == _ROOT_STATE)):
             section, path = str(path[0]), path[1:]
         items = sections.setdefault(section, SectionItems())
         data = planner.resolve_data(item)

@@ -13,8 +13,10 @@ from ..engine.files import FileImage, data_key, lay_out_file, tensor_image
 from ..engine.writing import WrittenFile, write_images, write_whole
 from ..errors import PlanError, StorageError
 from ..format.checksums import empty_checksums
-from ..format.manifest import Manifest, SectionInfo, timestamp
-from ..format.values import encode_value, encode_values_file, path_name
+from ..format.manifest.document import Manifest, SectionInfo, timestamp
+from ..format.values.encoding import encode_value
+from ..format.values.files import encode_values_file
+from ..format.values.types import path_name
 from ..planners import plan_columns
 from ..saving.engine import SaveEngine
 from ..saving.options import SaveRequest
@@ -209,7 +211,7 @@ def assemble(
         first_file += len(record.files)
     rows = {key: row for row, key in enumerate(metas)}
     checksums = [file.checksums for _, record in records for file in record.files]
-    return Manifest.assemble(
+    return Manifest(
         library_version=VERSION,
         step=options.step,
         created=timestamp(),
@@ -225,7 +227,7 @@ def assemble(
         shard_offset=np.array([offset for *_, offset in boxes], np.int64),
         checksums=np.concatenate([empty_checksums(), *checksums]),
         aliases=sorted({pair for _, record in records for pair in record.aliases}),
-    )
+    ).in_order()
 
 
 def _check_attempts(attempt: str, records: Sequence[tuple[int, RankRecord]]) -> None:

@@ -55,7 +55,10 @@ class StoredItems:
         """Flatten a tree with ``StoredTensorRef`` as DCP's planner does."""
         # Tensors without memory make DCP's own rules for lists of tensors apply.
         items, paths = flatten_state_dict(replace_all(state, StoredTensorRef, _placeholder))
-        found = {name: replace_all(item, torch.Tensor, _reference_of) for name, item in items.items()}
+        found = {
+            name: replace_all(item, torch.Tensor, lambda tensor: StoredTensorRef(tensor.row))
+            for name, item in items.items()
+        }
         return cls(found, paths, dict(others or {}))
 
     def __contains__(self, name: str) -> bool:
@@ -90,10 +93,6 @@ def _placeholder(found: StoredTensorRef) -> torch.Tensor:
     made = torch.empty(0, dtype=torch.float32).as_subclass(_Placeholder)
     made.row = found.row
     return made
-
-
-def _reference_of(tensor: Any) -> StoredTensorRef:
-    return StoredTensorRef(tensor.row)
 
 
 def _options_by_name(section: str, tree: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..format.checksums import Checksums, checksum_of
-from ..format.manifest import encoded_head
+from ..format.manifest.files import encoded_head
 from ..format.safetensors import HeaderEntry, build_header, shard_name
 from ..planners import consecutive_offsets
 from ..tensors.dtypes import DType

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from ..format.manifest import Manifest
+from ..format.manifest.document import Manifest
 from ..storage_backends import folder_name, open_sibling
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend

@@ -17,8 +17,12 @@ from ..engine.checksums import chunk_size_for
 from ..engine.reading.checks import CrcTable
 from ..errors import BytecheckpointError, NameCollisionError, UnsupportedTensorError
 from ..format.checksums import checksum_of, empty_checksums
-from ..format.manifest import FileTable, Manifest, SectionInfo, pack_payload, validate_foreign
-from ..format.values import encode_value, path_name
+from ..format.manifest.document import Manifest, SectionInfo
+from ..format.manifest.files import FileTable
+from ..format.manifest.payload import pack_payload
+from ..format.manifest.validation import validate_foreign
+from ..format.values.encoding import encode_value
+from ..format.values.types import path_name
 from ..frameworks.base import Context
 from ..frameworks.tree_capture import Capture
 from ..frameworks.tree_paths import replace_all
@@ -142,7 +146,6 @@ class IndexBuilder:
         *,
         name: str = "",
         step: int | None = None,
-        created: str = "",
         world_size: int = 1,
         metadata: Mapping[str, Any] | None = None,
     ) -> Index:
@@ -152,7 +155,7 @@ class IndexBuilder:
         ``UnsupportedTensorError`` for a tensor whose elements are too scattered.
         """
         try:
-            manifest = self._manifest(step, created, world_size, dict(metadata or {}))
+            manifest = self._manifest(step, world_size, dict(metadata or {}))
             validate_foreign(manifest)
             # Names the contents: a handle that is opened again in another process must find the same ones.
             manifest.attempt = checksum_of(pack_payload(manifest)).hex()
@@ -161,7 +164,7 @@ class IndexBuilder:
         crcs = CrcTable.build(list(self._crcs)) if self._crcs else None
         return Index(self.backend, manifest, self.system, name, tuple(self._values), crcs)
 
-    def _manifest(self, step: int | None, created: str, world_size: int, metadata: dict[str, Any]) -> Manifest:
+    def _manifest(self, step: int | None, world_size: int, metadata: dict[str, Any]) -> Manifest:
         names = list(self._tensors)
         self._runs_left = _FREE_RUNS + sum(size for _, size in self._files.values())
         runs = [(row, run) for row, name in enumerate(names) for run in self._runs(name)]
@@ -171,10 +174,10 @@ class IndexBuilder:
         shards = BoxTable.build([(row, run.box) for row, run in runs])
         nbytes = shards.nbytes(tensors)
         chunk_size = chunk_size_for(int(nbytes.sum()))
-        return Manifest.assemble(
+        return Manifest(
             library_version="",
             step=step,
-            created=created,
+            created="",
             world_size=world_size,
             attempt="",
             metadata=metadata,
@@ -195,8 +198,9 @@ class IndexBuilder:
             shards=shards,
             shard_file=np.array([run.file for _, run in runs], np.int64),
             shard_offset=np.array([run.offset for _, run in runs], np.int64),
+            checksums=empty_checksums(int((-(-nbytes // chunk_size)).sum())),
             aliases=self._aliases,
-        )
+        ).in_order()
 
     def _runs(self, name: tuple[str, str]) -> Iterator[StoredBox]:
         """The boxes of a tensor, each contiguous in its file."""

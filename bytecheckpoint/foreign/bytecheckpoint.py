@@ -11,13 +11,13 @@ from typing import Any
 
 from ..checkpoint.index import Index
 from ..errors import FormatError, KeyNotFoundError
-from ..format.values import UnreadObject
+from ..format.values.types import UnreadObject
 from ..frameworks.optimizer_groups import same_value
 from ..frameworks.tree_paths import find_all
 from .building import IndexBuilder
 from .dcp import DcpFolder
 from .naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION, sections_of
-from .pickles import Global, TensorRef
+from .pickles.records import Global, TensorRef
 from .source_path import SourcePath
 from .torch_values import TorchValues
 

@@ -17,10 +17,13 @@ from ..frameworks.tree_paths import with_lists
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
-from .archives import TorchArchive, read_embedded
+from .archives.embedded import read_embedded
+from .archives.torch_archive import TorchArchive
 from .building import IndexBuilder, StoredBox, StoredLeaf
 from .naming import OPTIMIZER_SECTION, sections_of, step_of
-from .pickles import Global, Instance, Storage, TensorRef, explain, interpret, storage_dtype
+from .pickles.classes import explain, storage_dtype
+from .pickles.interpreter import interpret
+from .pickles.records import Global, Instance, Storage, TensorRef
 from .source_path import SourcePath, read_all
 from .torch_values import TorchValues
 

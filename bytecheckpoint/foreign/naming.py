@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from ..format.values import UnreadObject, is_number
+from ..format.values.types import UnreadObject, is_number
 from ..frameworks.module_tree import clean_name
 from ..frameworks.sections import is_section_name
 from .building import StoredLeaf

@@ -19,9 +19,9 @@ from ..storage_backends.base import StorageBackend
 from .bytecheckpoint import read_bytecheckpoint
 from .comparing import compare
 from .dcp import read_dcp
-from .deepspeed import read_deepspeed
+from .deepspeed.reader import read_deepspeed
 from .huggingface import read_huggingface
-from .megatron import read_megatron
+from .megatron.reader import read_megatron
 from .rank_files import stored_by_ranks
 from .reindexing import Stored
 from .source_path import SourcePath, open_parent, read_index

@@ -11,8 +11,8 @@ import numpy as np
 from ..checkpoint.index import Index
 from ..checkpoint.values import StoredValue
 from ..errors import CheckpointNotFoundError, RuleError
-from ..format.manifest import SectionInfo
-from ..format.values import path_name
+from ..format.manifest.document import SectionInfo
+from ..format.values.types import path_name
 from ..rules import Flat, RankFile, Rules, Source
 from ..tensors.shards import Path
 from .building import IndexBuilder, StoredBox, StoredLeaf

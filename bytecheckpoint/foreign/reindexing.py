@@ -16,7 +16,8 @@ from ..checkpoint.index import Index
 from ..engine.reading.views import StoredViews
 from ..errors import BytecheckpointError, RuleError
 from ..format.checksums import empty_checksums
-from ..format.manifest import Manifest, SectionInfo, validate_foreign
+from ..format.manifest.document import Manifest, SectionInfo
+from ..format.manifest.validation import validate_foreign
 from ..rules import GlobalTensor, Region, Resolution, Rules, Source
 from ..tensors.geometry import Box, row_major_strides
 from ..tensors.metadata import BasicMeta

@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..runtime.threads import Threads
 from ..storage_backends.base import StorageBackend
-from .archives import read_archive
+from .archives.torch_archive import read_archive
 
 _THREADS = 16  # that wait for the store
 

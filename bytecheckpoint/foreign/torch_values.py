@@ -13,16 +13,17 @@ import torch
 from ..checkpoint.index import Index
 from ..errors import CorruptionError, KeyNotFoundError, NotACheckpointError, UnsupportedTensorError
 from ..format.hf_index import refuse_pointer
-from ..format.values import UnreadObject
+from ..format.values.types import UnreadObject
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
-from .archives import LEGACY_MAGIC, read_archive
+from .archives.torch_archive import LEGACY_MAGIC, read_archive
 from .building import IndexBuilder, StoredBox, StoredLeaf
 from .naming import sections_of, step_of
-from .pickles import Global, Instance, Storage, TensorRef, explain
+from .pickles.classes import explain
+from .pickles.records import Global, Instance, Storage, TensorRef
 from .source_path import SourcePath
 
 _MAX_SMALL_BYTES = 16 << 20

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import FormatError
-from ..format.values import UnreadObject
+from ..format.values.types import UnreadObject
 from .building import IndexBuilder
 from .dcp import DcpFolder
 from .naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION, sections_of
-from .pickles import TensorRef
+from .pickles.records import TensorRef
 from .source_path import SourcePath, read_json
 from .torch_values import TorchValues, read_small
 

@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping
 
 from ..errors import NotACheckpointError
-from .manifest import COMPANION, Manifest
+from .manifest.document import Manifest
+from .manifest.files import COMPANION
 
 INDEX_KEY = "model.safetensors.index.json"
 SINGLE_KEY = "model.safetensors"

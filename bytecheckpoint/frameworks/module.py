@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import NameCollisionError, UnsupportedTensorError
-from ..format.values import Container
+from ..format.values.types import Container
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import StateError, UnserializableError, UnsupportedTensorError
-from ..format.values import Container
+from ..format.values.types import Container
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionSource, Shard, StoredSection

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import MismatchError
-from ..format.values import is_number
+from ..format.values.types import is_number
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionTarget, torch_dtype
 from .dtensor import empty_like_dtensor, is_dtensor

@@ -147,7 +147,9 @@ def require_complete(holders: Sequence[StateHolder], context: Context) -> None:
 def _require_known_state_dict(optimizer: Any, parts: Sequence[StateHolder], context: Context) -> None:
     """Compare a ``state_dict`` that a class defines itself with what the holders have."""
     method = getattr(type(optimizer), "state_dict", None)
-    if method is None or method is torch.optim.Optimizer.state_dict or _is_known(optimizer):
+    # The state_dict of a distributed class of torch has nothing that the holders lack, and may communicate.
+    is_distributed = type(optimizer).__module__.startswith("torch.distributed.optim.")
+    if method is None or method is torch.optim.Optimizer.state_dict or is_distributed:
         return
     where = f"section {context.section!r}: state_dict() of {_kind(optimizer)}"
     advice = (
@@ -173,11 +175,6 @@ def _require_known_state_dict(optimizer: Any, parts: Sequence[StateHolder], cont
 
 def _is_filled(entry: object) -> bool:
     return not isinstance(entry, Mapping) or bool(entry)
-
-
-def _is_known(optimizer: Any) -> bool:
-    """Whether it is a class of torch whose ``state_dict`` has nothing that the holders lack, and may communicate."""
-    return type(optimizer).__module__.startswith("torch.distributed.optim.")
 
 
 def _require_in_backward(context: Context) -> None:

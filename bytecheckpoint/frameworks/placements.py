@@ -99,7 +99,7 @@ class MeshSharding(NamedTuple):
         for mesh_dim, placement in enumerate(self.placements):
             dim = _tensor_dim(where, placement, len(self.shape))
             if dim is not None:
-                factor = split_factor(placement)
+                factor = int(getattr(placement, "split_factor", 1))  # of a strided shard
                 cuts[dim].append(_Cut(mesh_dim, self.mesh_shape[mesh_dim], self.coordinate[mesh_dim], factor))
         return cuts
 
@@ -138,11 +138,6 @@ def _tensor_dim(where: str, placement: Any, ndim: int) -> int | None:
     if not -ndim <= dim < ndim:
         raise UnsupportedTensorError(f"{where}: {placement!r} shards a dimension that a {ndim}-d tensor does not have")
     return dim % ndim
-
-
-def split_factor(placement: Any) -> int:
-    """The split factor of a strided shard; 1 for any other placement."""
-    return int(getattr(placement, "split_factor", 1))
 
 
 def _apply(where: str, size: int, cuts: Sequence[_Cut]) -> list[_Run]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import MismatchError
-from ..format.values import Container, is_number, path_name
+from ..format.values.types import Container, is_number, path_name
 from ..runtime.messages import listed
 from ..tensors.shards import Path, SectionTarget, StoredSection, torch_dtype
 from .base import Context

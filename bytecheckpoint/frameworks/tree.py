@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import StateError
-from ..format.values import MAX_DEPTH, path_name
+from ..format.values.types import MAX_DEPTH, path_name
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
 from .data_loader import DataLoaderState

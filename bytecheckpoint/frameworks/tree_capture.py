@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import NameCollisionError, UnserializableError, UnsupportedTensorError
-from ..format.values import MAX_DEPTH, Container, path_name
+from ..format.values.types import MAX_DEPTH, Container, path_name
 from ..tensors.shards import Path, SectionSource
 from .base import Context
 from .digests import tensor_digest

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from ..errors import MismatchError, UnserializableError
-from ..format.values import MAX_DEPTH, Container, Path, is_number, path_name
+from ..format.values.types import MAX_DEPTH, Container, is_number, path_name
+from ..tensors.metadata import Path
 from .per_rank import PerRank
 
 _KEPT_MAPPINGS = (dict, OrderedDict, defaultdict)

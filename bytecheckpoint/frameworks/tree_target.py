@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import MismatchError, StateError
-from ..format.values import MAPPINGS, Container, path_name
+from ..format.values.types import MAPPINGS, Container, path_name
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
 from .base import Context
 from .data_loader import DataLoaderState, needs_all, prepare

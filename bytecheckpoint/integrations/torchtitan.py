@@ -31,8 +31,8 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import Location
 from ..errors import FormatError, UsageError
 from ..foreign.dcp import METADATA_KEY
-from ..foreign.pickles import interpret
-from ..format.manifest import MANIFEST_KEY
+from ..foreign.pickles.interpreter import interpret
+from ..format.manifest.envelope import MANIFEST_KEY
 from ..frameworks.data_loader import DataLoaderState
 from ..frameworks.rng import RNGState
 from ..loading.app_state import AppState

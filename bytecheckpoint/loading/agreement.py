@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..control.base import Operation
 from ..errors import MismatchError
-from ..format.values import Container, path_name
+from ..format.values.types import Container, path_name
 from ..storage_backends.base import StorageBackend
 from ..tensors.shards import Path
 from .matching import Match, Target, mismatch_error
@@ -51,11 +51,6 @@ class Verdict:
     mismatch: MismatchError | None
     unexpected: list[str]
     shared_reads: Answer
-
-    def raise_mismatch(self) -> None:
-        """Raise the ``MismatchError``, if there is one."""
-        if self.mismatch is not None:
-            raise self.mismatch
 
 
 def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options: LoadRequest, match: Match) -> _Claims:

@@ -11,8 +11,8 @@ import torch
 
 from ..checkpoint.selection import SimilarNames
 from ..errors import MismatchError
-from ..format.values import MAPPINGS, UnreadObject, path_name
-from ..format.values import Container as StoredContainer
+from ..format.values.types import MAPPINGS, UnreadObject, path_name
+from ..format.values.types import Container as StoredContainer
 from ..frameworks.sections import Section
 from ..planners import BoxRequest
 from ..tensors.derived import is_derived

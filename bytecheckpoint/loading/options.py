@@ -15,7 +15,7 @@ from ..checkpoint.renaming import Rename
 from ..checkpoint.selection import Selection
 from ..errors import KeyNotFoundError, UsageError
 from ..foreign.source_path import open_parent
-from ..format.values import path_name
+from ..format.values.types import path_name
 from ..frameworks.per_rank import OnResize, choose_rank
 from ..rules import Rules
 from ..runtime import DEFAULT_DEADLINE_S

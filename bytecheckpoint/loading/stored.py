@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from ..checkpoint.index import Index
 from ..checkpoint.values import StoredValue
 from ..errors import MismatchError, NameCollisionError
-from ..format.manifest import Manifest
-from ..format.values import decode_value, is_left_out, path_name, unread_in
+from ..format.manifest.document import Manifest
+from ..format.values.decoding import decode_value
+from ..format.values.types import is_left_out, path_name, unread_in
 from ..frameworks.optimizer_state import MASTER, MASTERS_OF, state_name
 from ..frameworks.sections import split_rank_name
 from ..tensors.metadata import BasicMeta
@@ -115,7 +116,9 @@ class SectionReader:
         decoded = self._decoded(section, {**shared, **own})
         left_out = {path for path, value in decoded.items() if is_left_out(value)}
         kept = {path: value for path, value in decoded.items() if path not in left_out} if left_out else decoded
-        unread = {} if self._index.is_own else _unread(kept)
+        unread = {}
+        if not self._index.is_own:
+            unread = {path: found.what for path, value in kept.items() if (found := unread_in(value))}
         if () in unread:
             return OpenSection(name=section, is_stored=False, faults=self._unread_section(section, unread[()]))
         return OpenSection(
@@ -164,7 +167,10 @@ class SectionReader:
             if scope >= 0 and choices.choose(name, tuple(name.split("."))) != scope:
                 continue
             if name in found.rows:
-                raise _renamed_twice(self._index, found.rows[name], row, f"{section}.{name}")
+                names = f"{self._index.stored_name(found.rows[name])} and {self._index.stored_name(row)}"
+                raise NameCollisionError(
+                    f"rename maps two stored names, {names}, to {section}.{name}; rename or exclude one of them"
+                )
             found.metas[name], found.rows[name] = meta, row
             if scope >= 0:
                 found.own[name] = row
@@ -221,11 +227,6 @@ class SectionReader:
         return selection.selects(full)
 
 
-def _unread(values: Mapping[Path, Any]) -> dict[Path, str]:
-    found = ((path, unread_in(value)) for path, value in values.items())
-    return {path: unread.what for path, unread in found if unread is not None}
-
-
 def _is_flat(value: object) -> bool:
     """Whether this is a mapping or a list of which a shallow copy shares nothing mutable with it."""
     items: Iterable[object] = ()
@@ -236,11 +237,6 @@ def _is_flat(value: object) -> bool:
     else:
         return False
     return all(type(part) in _ATOMS for item in items for part in (item if type(item) is tuple else (item,)))
-
-
-def _renamed_twice(index: Index, one: int, other: int, name: str) -> NameCollisionError:
-    names = f"{index.stored_name(one)} and {index.stored_name(other)}"
-    return NameCollisionError(f"rename maps two stored names, {names}, to {name}; rename or exclude one of them")
 
 
 class TensorEntry(NamedTuple):

@@ -26,7 +26,8 @@ from ..errors import (
     UploadSkippedError,
     UsageError,
 )
-from ..format.manifest import MANIFEST_KEY, Manifest
+from ..format.manifest.document import Manifest
+from ..format.manifest.envelope import MANIFEST_KEY
 from ..runtime.threads import Threads
 from ..saving.engine import SharedSaves
 from ..saving.handle import SaveHandle, attempt_of, failure_of

@@ -21,7 +21,8 @@ from ..errors import (
     RankFailedError,
     StorageError,
 )
-from ..format.manifest import Manifest, encode
+from ..format.manifest.document import Manifest
+from ..format.manifest.envelope import encode
 from ..storage_backends import parent_url
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
@@ -85,10 +86,6 @@ class SaveCommit:
         self.base: Base | None = None
         """The base of an incremental save, on rank 0."""
         self.is_shared = False
-
-    def share_objects(self, objects: StorageBackend) -> None:
-        """Let the files become objects of the root."""
-        self.data, self.is_shared = objects, True
 
     # -- the steps -----------------------------------------------------------------------------------------------
 

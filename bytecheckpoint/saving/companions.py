@@ -20,7 +20,7 @@ from torch import nn
 from ..engine.files import FileImage, data_key
 from ..errors import UsageError
 from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY, INDEX_KEY, index_document
-from ..format.manifest import COMPANION
+from ..format.manifest.files import COMPANION
 from ..planners import SavePlan
 from .options import SaveRequest
 

@@ -18,7 +18,8 @@ from ..engine.objects import files_of
 from ..engine.resources import IOEngine
 from ..engine.staging.arena import BLOCK, Arena
 from ..errors import StateError, UsageError
-from ..format.manifest import MANIFEST_TRAILER, Manifest
+from ..format.manifest.document import Manifest
+from ..format.manifest.envelope import MANIFEST_TRAILER
 from ..runtime.threads import Threads
 from ..storage_backends import StorageBackend, parent_url
 from .agreement import PlanCache
@@ -93,7 +94,8 @@ class SharedSaves:
                 self._unknown.add(attempt)
             else:
                 self._recent[attempt] = time.monotonic(), self._running.pop(attempt, ())
-                self._forget_before(time.monotonic() - _RECENT_S)
+                since = time.monotonic() - _RECENT_S
+                self._recent = {attempt: one for attempt, one in self._recent.items() if one[0] > since}
 
     def forget(self, attempt: str) -> None:
         """Forget a save whose checkpoint was removed."""
@@ -105,9 +107,6 @@ class SharedSaves:
         since = time.monotonic() - staleness_s
         with self._lock:
             return set().union(*(names for when, names in self._recent.values() if when > since))
-
-    def _forget_before(self, since: float) -> None:
-        self._recent = {attempt: one for attempt, one in self._recent.items() if one[0] > since}
 
     def running(self) -> dict[str, Collection[str]]:
         """Return the saves that have not ended, and what each of them may name."""

@@ -34,7 +34,9 @@ from ..engine.objects import attempts_of, files_of, objects_next_to
 from ..engine.reading.stored_files import damaged_files
 from ..errors import CheckpointError, StorageError, UsageError
 from ..format.checksums import checksum_column, checksum_of
-from ..format.manifest import MANIFEST_KEY, MANIFEST_TRAILER, Manifest, ReferenceTable, encoded_head
+from ..format.manifest.document import Manifest
+from ..format.manifest.envelope import MANIFEST_KEY, MANIFEST_TRAILER
+from ..format.manifest.files import ReferenceTable, encoded_head
 from ..storage_backends import folder_name, open_like, parent_url
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend

@@ -14,7 +14,9 @@ import xxhash
 
 from ..control.base import Operation
 from ..engine.files import FileImage, FileLayout, data_key, lay_out_file, tensor_image
-from ..format.values import Container, encode_path, encode_value, encode_values_file, path_name, value_digest
+from ..format.values.encoding import encode_value
+from ..format.values.files import encode_path, encode_values_file, value_digest
+from ..format.values.types import Container, path_name
 from ..frameworks.sections import Section, rank_name, resolve_sections
 from ..planners import (
     OWN_BOXES,
@@ -35,7 +37,7 @@ from ..tensors.tables import BoxTable, TensorTable
 from ..version import HEADER_METADATA
 from .options import SaveRequest
 from .replicas import DeclaredReplicas, add_digests
-from .selection import full_names, select_sources, unmatched_options
+from .selection import full_names, select_source, unmatched_options
 
 
 def describe_state(op: Operation, state: Mapping[str, Any], options: SaveRequest, *, seed: str) -> LocalState:
@@ -57,7 +59,7 @@ def describe_state(op: Operation, state: Mapping[str, Any], options: SaveRequest
     sources = {section.name: section.capture() for section in sections}
     return LocalState(
         sections,
-        select_sources(sources, options.selection),
+        {name: select_source(name, source, options.selection) for name, source in sources.items()},
         rank=op.rank,
         world_size=op.world_size,
         unmatched=unmatched_options(sections, sources, options),

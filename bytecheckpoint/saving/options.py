@@ -14,7 +14,8 @@ from ..checkpoint.selection import Selection
 from ..codecs import find_codec, list_codecs
 from ..engine.checksums import chunk_size_for
 from ..errors import UnsupportedVersionError, UsageError, without_userinfo
-from ..format.manifest import MAX_ENCODED_CHUNK, SAVE_TIMES_KEY, pack_metadata
+from ..format.manifest.files import MAX_ENCODED_CHUNK
+from ..format.manifest.payload import SAVE_TIMES_KEY, pack_metadata
 from ..planners import Layout
 from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.arguments import check_arguments, choice, options_of

@@ -14,7 +14,8 @@ from ..engine.files import data_key
 from ..engine.writing import WrittenFile
 from ..errors import PlanError
 from ..format.checksums import CHECKSUM_BYTES, Checksums, checksum_column, empty_checksums
-from ..format.manifest import FileTable, FrameTable, Manifest, ReferenceTable, SectionInfo, timestamp
+from ..format.manifest.document import Manifest, SectionInfo, timestamp
+from ..format.manifest.files import FileTable, FrameTable, ReferenceTable
 from ..format.safetensors import DATA_ALIGNMENT
 from ..planners import SavePlan
 from ..tensors.tables import Int64, ragged_positions
@@ -135,7 +136,7 @@ def build_manifest(
     files = file_table(written, section_index)
     shard_file = file_row[plan.file] if len(plan.file) else plan.file
     files.frames = _frame_table(plan, files, shard_file, written, older or ReferenceTable())
-    return Manifest.assemble(
+    return Manifest(
         library_version=library_version,
         step=step,
         created=timestamp(),
@@ -152,7 +153,7 @@ def build_manifest(
         checksums=_in_shard_order(plan, file_row, written),
         aliases=plan.aliases,
         is_shared=is_shared,
-    )
+    ).in_order()
 
 
 def file_table(written: Sequence[tuple[int, WrittenFile]], section_index: Mapping[str, int]) -> FileTable:

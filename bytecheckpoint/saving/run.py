@@ -271,7 +271,7 @@ class SaveRun:
         self._base, self._remark = share_base(self.op, choice)
         objects = objects_next_to(self.backend)
         if self._base is not None and objects is not None:
-            self.commit.share_objects(objects)
+            self.commit.data, self.commit.is_shared = objects, True
         if self._remark and self.op.rank == 0:
             _log.info("%s: this incremental save writes everything: %s", self.backend.display_url, self._remark)
 

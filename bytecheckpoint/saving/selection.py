@@ -11,16 +11,11 @@ from dataclasses import replace
 
 from ..checkpoint.selection import Selection, SimilarNames
 from ..errors import UsageError
-from ..format.values import LEFT_OUT, Container, path_name
+from ..format.values.types import LEFT_OUT, Container, path_name
 from ..frameworks.module_tree import modules_of
 from ..frameworks.sections import Section
 from ..tensors.shards import SectionSource
 from .options import SaveRequest
-
-
-def select_sources(sources: Mapping[str, SectionSource], selection: Selection) -> dict[str, SectionSource]:
-    """Return the selected part of each section, with ``LEFT_OUT`` for everything else."""
-    return {name: _select(name, source, selection) for name, source in sources.items()}
 
 
 def unmatched_options(
@@ -67,7 +62,8 @@ def full_names(sources: Mapping[str, SectionSource]) -> Iterator[str]:
                 yield f"{section}.{path_name(path)}"
 
 
-def _select(section: str, source: SectionSource, selection: Selection) -> SectionSource:
+def select_source(section: str, source: SectionSource, selection: Selection) -> SectionSource:
+    """Return the selected part of a section, with ``LEFT_OUT`` for everything else."""
     selected = source
     if not selection.selects_all:
         selected = SectionSource(left_out=set(source.left_out))

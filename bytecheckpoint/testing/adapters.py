@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ..format.values import decode_value, encode_value, path_name
+from ..format.values.decoding import decode_value
+from ..format.values.encoding import encode_value
+from ..format.values.types import path_name
 from ..frameworks.base import Adapter, Context
 from ..frameworks.registry import adapter_names, find_adapter, parameter_layouts
 from ..frameworks.sections import Section

@@ -12,7 +12,8 @@ from ..checkpoint.manifest_file import check_name, commit, decode_manifest, read
 from ..checkpoint.sweep import missing_files
 from ..engine.objects import data_of
 from ..errors import CheckpointError, CommitUnknownError, KeyExistsError, KeyNotFoundError, StorageError
-from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, encode
+from ..format.manifest.document import Manifest
+from ..format.manifest.envelope import MANIFEST_KEY, MAX_MANIFEST_BYTES, encode
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
 from .journal import Journal, JournalHead, Progress, user_directory

@@ -33,7 +33,7 @@ import xxhash
 
 from ..checkpoint.nearest import JOURNAL_PREFIX
 from ..errors import StorageError, UsageError
-from ..format.manifest import Manifest
+from ..format.manifest.document import Manifest
 
 _VERSION = 1
 _FRAME = struct.Struct("<IQ")  # length and xxh3-64 of the record that follows

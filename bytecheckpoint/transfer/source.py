@@ -15,7 +15,7 @@ from ..engine.checksums import chunk_bounds
 from ..engine.reading.stored_files import StoredFiles, read_stored_file, source_after
 from ..errors import CheckpointError, CorruptionError, StorageError
 from ..format.checksums import Checksums, checksum_of
-from ..format.manifest import Manifest
+from ..format.manifest.document import Manifest
 from ..storage_backends.base import StorageBackend
 from ..tensors.tables import Int64, ragged_positions
 

@@ -19,7 +19,7 @@ from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, r
 from ..checkpoint.sweep import FilesGoneError, admitted, missing_files, remove_files_of
 from ..engine.objects import OBJECTS, data_of, objects_next_to
 from ..errors import CheckpointError, CheckpointNotFoundError, KeyExistsError, NotACheckpointError, StorageError
-from ..format.manifest import Manifest
+from ..format.manifest.document import Manifest
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
 from .copying import end_uploads

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from threading import Event, Lock
 
 from ..errors import KeyNotFoundError, StorageError
-from ..format.manifest import Manifest
+from ..format.manifest.document import Manifest
 from ..runtime.threads import Threads
 from ..storage_backends.base import PartWriter, StorageBackend
 from .journal import FileUpload, Journal

@@ -11,8 +11,10 @@ import pytest
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import FormatError, UnserializableError
-from bytecheckpoint.foreign.pickles import interpret
-from bytecheckpoint.format.values import decode_value, encode_value, encoding, types
+from bytecheckpoint.foreign.pickles.interpreter import interpret
+from bytecheckpoint.format.values import encoding, types
+from bytecheckpoint.format.values.decoding import decode_value
+from bytecheckpoint.format.values.encoding import encode_value
 
 COUNT = 150
 _WORD = 1 << 64

@@ -26,9 +26,11 @@ import zstandard
 from made_manifests import make_manifest
 
 from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError, StateError, UnsupportedVersionError
-from bytecheckpoint.format.manifest import decode, pack_payload
+from bytecheckpoint.format.manifest.envelope import decode
+from bytecheckpoint.format.manifest.payload import pack_payload
 from bytecheckpoint.format.safetensors import parse_header
-from bytecheckpoint.format.values import decode_value, decode_values_file
+from bytecheckpoint.format.values.decoding import decode_value
+from bytecheckpoint.format.values.files import decode_values_file
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta

@@ -30,8 +30,10 @@ from torch.distributed.checkpoint.metadata import (
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError, RuleError, UnsupportedTensorError
-from bytecheckpoint.foreign.archives import read_archive
-from bytecheckpoint.foreign.pickles import Global, Instance, explain, interpret
+from bytecheckpoint.foreign.archives.torch_archive import read_archive
+from bytecheckpoint.foreign.pickles.classes import explain
+from bytecheckpoint.foreign.pickles.interpreter import interpret
+from bytecheckpoint.foreign.pickles.records import Global, Instance
 from bytecheckpoint.rules import Flat, Replicated, Rules, Sharded
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import time_limit

@@ -32,7 +32,7 @@ from bytecheckpoint.errors import (
     RootInUseError,
     StorageError,
 )
-from bytecheckpoint.format.manifest import MANIFEST_KEY
+from bytecheckpoint.format.manifest.envelope import MANIFEST_KEY
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import FaultRule, FaultyBackend
 

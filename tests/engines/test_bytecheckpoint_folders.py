@@ -18,7 +18,7 @@ from written_files import written_files
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CorruptionError, FormatError, MismatchError
-from bytecheckpoint.format.values import UnreadObject
+from bytecheckpoint.format.values.types import UnreadObject
 from bytecheckpoint.testing import RankPool, time_limit
 
 pytestmark = pytest.mark.bytecheckpoint

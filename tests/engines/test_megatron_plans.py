@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.scale_megatron import MegatronCoreWorld
 from benchmarks.scale_world import Param
-from bytecheckpoint.format.values import decode_path
+from bytecheckpoint.format.values.files import decode_path
 from bytecheckpoint.frameworks.sections import resolve_sections
 from bytecheckpoint.planners import OWN_BOXES, WHOLE, LocalPlan
 from bytecheckpoint.saving.local_state import LocalState

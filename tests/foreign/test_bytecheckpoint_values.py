@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import FormatError
-from bytecheckpoint.format.values import UnreadObject, path_name
+from bytecheckpoint.format.values.types import UnreadObject, path_name
 
 
 def _written(folder: Path, *extra: Any) -> Path:

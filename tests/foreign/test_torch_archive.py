@@ -20,9 +20,10 @@ from sampling import examples
 from torch_values import assert_equal, fill
 
 from bytecheckpoint.errors import CorruptionError, FormatError
-from bytecheckpoint.foreign.archives import embedded, read_archive, read_embedded
-from bytecheckpoint.foreign.archives.torch_archive import read_parts
-from bytecheckpoint.foreign.pickles import TensorRef
+from bytecheckpoint.foreign.archives import embedded
+from bytecheckpoint.foreign.archives.embedded import read_embedded
+from bytecheckpoint.foreign.archives.torch_archive import read_archive, read_parts
+from bytecheckpoint.foreign.pickles.records import TensorRef
 from bytecheckpoint.storage_backends import open_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")

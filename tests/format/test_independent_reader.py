@@ -15,7 +15,8 @@ from independent_reader import NUMPY, checksums, choices, names, numbers, read_c
 from made_manifests import make_manifest
 
 from bytecheckpoint.format.checksums import checksum_column, checksum_of
-from bytecheckpoint.format.manifest import Manifest, encode
+from bytecheckpoint.format.manifest.document import Manifest
+from bytecheckpoint.format.manifest.envelope import encode
 from bytecheckpoint.format.safetensors import HeaderEntry, build_header, shard_name
 from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
 from bytecheckpoint.tensors.geometry import Box, decompose

@@ -27,7 +27,10 @@ from bytecheckpoint.errors import (
     UnsupportedVersionError,
 )
 from bytecheckpoint.format.checksums import empty_checksums
-from bytecheckpoint.format.manifest import Manifest, decode, encode, pack_metadata, validate
+from bytecheckpoint.format.manifest.document import Manifest
+from bytecheckpoint.format.manifest.envelope import decode, encode
+from bytecheckpoint.format.manifest.payload import pack_metadata
+from bytecheckpoint.format.manifest.validation import validate
 from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
 from bytecheckpoint.tensors.geometry import Box, decompose, find_overlap
 from bytecheckpoint.tensors.metadata import BasicMeta, ByteMeta

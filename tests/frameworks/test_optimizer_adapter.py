@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from bytecheckpoint.errors import MismatchError, NameCollisionError, StateError, UnsupportedTensorError
-from bytecheckpoint.format.values import decode_value, encode_value
+from bytecheckpoint.format.values.decoding import decode_value
+from bytecheckpoint.format.values.encoding import encode_value
 from bytecheckpoint.frameworks.base import Context
 from bytecheckpoint.frameworks.optimizer import OptimizerAdapter
 from bytecheckpoint.frameworks.registry import parameter_layouts

@@ -13,7 +13,8 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StateError, UsageError
-from bytecheckpoint.format.values import decode_value, encode_value
+from bytecheckpoint.format.values.decoding import decode_value
+from bytecheckpoint.format.values.encoding import encode_value
 from bytecheckpoint.frameworks.rng import RNGState
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool

@@ -27,7 +27,9 @@ from bytecheckpoint.errors import (
     UnsupportedTensorError,
     UsageError,
 )
-from bytecheckpoint.format.values import Container, decode_value, encode_value, path_name
+from bytecheckpoint.format.values.decoding import decode_value
+from bytecheckpoint.format.values.encoding import encode_value
+from bytecheckpoint.format.values.types import Container, path_name
 from bytecheckpoint.frameworks.base import Adapter, Context
 from bytecheckpoint.frameworks.per_rank import PerRank, choose_rank
 from bytecheckpoint.frameworks.registry import find_adapter

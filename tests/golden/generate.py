@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import golden
 
-from bytecheckpoint.format.manifest import encode
+from bytecheckpoint.format.manifest.envelope import encode
 from bytecheckpoint.testing.ranks import RankPool
 
 

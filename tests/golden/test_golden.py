@@ -15,8 +15,9 @@ from golden import CASES, ROOT, describe, describe_tensor, write_case
 from independent_reader import read_checkpoint, read_tree, read_values
 
 import bytecheckpoint as bcp
-from bytecheckpoint.format.manifest import Manifest, decode
-from bytecheckpoint.format.values import decode_values_file
+from bytecheckpoint.format.manifest.document import Manifest
+from bytecheckpoint.format.manifest.envelope import decode
+from bytecheckpoint.format.values.files import decode_values_file
 from bytecheckpoint.testing.ranks import RankPool
 
 # torch warns about every complex32 tensor.

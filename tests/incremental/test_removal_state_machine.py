@@ -27,7 +27,7 @@ from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.convert.copy import copy, finish_upload, remove, unfinished_uploads
 from bytecheckpoint.engine.objects import OBJECTS
 from bytecheckpoint.errors import BytecheckpointError, CheckpointError, KeyExistsError, StorageError
-from bytecheckpoint.format.manifest import MANIFEST_KEY, decode
+from bytecheckpoint.format.manifest.envelope import MANIFEST_KEY, decode
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 

@@ -39,7 +39,7 @@ from bytecheckpoint.control.single import SingleOperation
 from bytecheckpoint.convert.copy import copy, remove
 from bytecheckpoint.engine.objects import OBJECTS
 from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError, StorageFullError, UsageError
-from bytecheckpoint.format.manifest import MANIFEST_KEY
+from bytecheckpoint.format.manifest.envelope import MANIFEST_KEY
 from bytecheckpoint.saving.commit import SaveCommit
 from bytecheckpoint.saving.engine import SharedSaves
 from bytecheckpoint.storage_backends import open_backend, registry

@@ -19,7 +19,7 @@ from bytecheckpoint.checkpoint.rollback import roll_back
 from bytecheckpoint.checkpointer import session_of
 from bytecheckpoint.convert.copy import remove
 from bytecheckpoint.engine.objects import OBJECTS
-from bytecheckpoint.format.manifest import MANIFEST_KEY
+from bytecheckpoint.format.manifest.envelope import MANIFEST_KEY
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.local.objects import LocalReader
 

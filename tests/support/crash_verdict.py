@@ -13,7 +13,7 @@ from crash_state import NEW, NEXT, PREVIOUS, stored_value
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.manifest_file import read_manifest
-from bytecheckpoint.format.manifest import MANIFEST_KEY
+from bytecheckpoint.format.manifest.envelope import MANIFEST_KEY
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.testing import time_limit
 

@@ -29,7 +29,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import bytecheckpoint as bcp
-from bytecheckpoint.format.manifest import Manifest, decode, encode
+from bytecheckpoint.format.manifest.document import Manifest
+from bytecheckpoint.format.manifest.envelope import decode, encode
 from bytecheckpoint.saving import planning as save_planning
 from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
 from bytecheckpoint.tensors.geometry import Box

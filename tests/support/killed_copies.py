@@ -14,7 +14,7 @@ from s3_faults import Exchange, FaultProxy
 from transfer_launcher import Launcher
 
 import bytecheckpoint as bcp
-from bytecheckpoint.format.manifest import MANIFEST_KEY, decode, encode
+from bytecheckpoint.format.manifest.envelope import MANIFEST_KEY, decode, encode
 from bytecheckpoint.storage_backends import StorageBackend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.transfer.journal import find_journals

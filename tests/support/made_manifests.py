@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from bytecheckpoint.format.checksums import CHECKSUM_BYTES, Checksums, checksum_column
-from bytecheckpoint.format.manifest import FileTable, Manifest, SectionInfo
+from bytecheckpoint.format.manifest.document import Manifest, SectionInfo
+from bytecheckpoint.format.manifest.files import FileTable
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta
 from bytecheckpoint.tensors.tables import BoxTable, TensorTable
@@ -46,7 +47,7 @@ def make_manifest(
         shard_offset.append(filled[file])
         filled[file] += nbytes
     chunks = sum(-(-n // chunk_size) for n in shards.nbytes(table).tolist())
-    return Manifest.assemble(
+    return Manifest(
         library_version="0.0.0",
         step=7,
         created="2025-01-31T23:59:59.000001Z",
@@ -72,7 +73,7 @@ def make_manifest(
         shard_offset=np.array(shard_offset, np.int64),
         checksums=_counted(1, chunks),
         aliases=list(aliases),
-    )
+    ).in_order()
 
 
 def _counted(first: int, count: int) -> Checksums:

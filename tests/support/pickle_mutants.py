@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bytecheckpoint.errors import BytecheckpointError
-from bytecheckpoint.foreign.archives import read_archive
-from bytecheckpoint.foreign.pickles import Instance, Storage, TensorRef, interpret
+from bytecheckpoint.foreign.archives.torch_archive import read_archive
+from bytecheckpoint.foreign.pickles.interpreter import interpret
+from bytecheckpoint.foreign.pickles.records import Instance, Storage, TensorRef
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 
 FORBIDDEN = ("import", "open", "exec", "compile", "os.", "subprocess.", "socket.", "ctypes.", "pickle.", "marshal.")

@@ -32,7 +32,7 @@ from bytecheckpoint.convert.copy import remove
 from bytecheckpoint.engine.objects import OBJECTS, files_of
 from bytecheckpoint.engine.writing import FileWriter
 from bytecheckpoint.errors import CheckpointNotFoundError, KeyNotFoundError, NotACheckpointError
-from bytecheckpoint.format.manifest import MANIFEST_KEY, decode
+from bytecheckpoint.format.manifest.envelope import MANIFEST_KEY, decode
 from bytecheckpoint.manager.housekeeping import Committed, expendable
 from bytecheckpoint.runtime.threads import Threads
 from bytecheckpoint.saving.commit import SaveCommit

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bytecheckpoint.foreign.pickles import TensorRef
+from bytecheckpoint.foreign.pickles.records import TensorRef
 from bytecheckpoint.tensors.dtypes import DTYPES
 
 

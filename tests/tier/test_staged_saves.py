@@ -35,7 +35,7 @@ from bytecheckpoint.errors import (
     UploadSkippedError,
     UsageError,
 )
-from bytecheckpoint.format.manifest import MANIFEST_KEY, decode, encode
+from bytecheckpoint.format.manifest.envelope import MANIFEST_KEY, decode, encode
 from bytecheckpoint.manager import tier
 from bytecheckpoint.manager.tier import TierFolder
 from bytecheckpoint.storage_backends import base, open_backend

@@ -12,7 +12,9 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.format.manifest import MANIFEST_KEY, SAVE_TIMES_KEY, decode, encode, payload
+from bytecheckpoint.format.manifest import payload
+from bytecheckpoint.format.manifest.envelope import MANIFEST_KEY, decode, encode
+from bytecheckpoint.format.manifest.payload import SAVE_TIMES_KEY
 from bytecheckpoint.telemetry import SAVE_STEPS, Timings
 from bytecheckpoint.telemetry.save_times import SaveTimes, pack_steps
 from bytecheckpoint.testing.ranks import RankPool

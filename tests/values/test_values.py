@@ -26,17 +26,16 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from bytecheckpoint.errors import FormatError, StateError, UnserializableError
-from bytecheckpoint.format.values import (
-    Container,
+from bytecheckpoint.format.values.decoding import decode_value
+from bytecheckpoint.format.values.encoding import encode_value
+from bytecheckpoint.format.values.files import (
     decode_path,
-    decode_value,
     decode_values_file,
     encode_path,
-    encode_value,
     encode_values_file,
-    path_name,
     value_digest,
 )
+from bytecheckpoint.format.values.types import Container, path_name
 
 DTYPES = ["?", "i1", "<i2", ">i4", "<i8", "u1", "<u8", "<f2", "<f4", ">f8", "<c8", "<c16"]
 

@@ -66,7 +66,9 @@ class LiveFragments(Fragments):
     """Fragments in the caller's tensors, which must not change during the merge. Create it on the caller's thread."""
 
     def __init__(self, shards: Mapping[int, Shard]) -> None:
-        self._tensors = {row: _detached(shard.tensor) for row, shard in shards.items()}
+        self._tensors = {
+            row: shard.tensor if is_derived(shard.tensor) else shard.tensor.detach() for row, shard in shards.items()
+        }
         self._failure: BaseException | None = None
         for device in {tensor.device for tensor in self._tensors.values() if not tensor.is_cpu}:
             # Other threads copy on their own streams, which do not wait for the caller's stream.
@@ -99,10 +101,6 @@ class LiveFragments(Fragments):
         tensor = self._tensors[row]
         if is_derived(tensor):
             tensor.release(stop - start)
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if is_derived(tensor) else tensor.detach()
 
 
 class StagedFragments(Fragments):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...format.checksums import Checksums
-from ...format.manifest import Manifest
+from ...format.manifest.document import Manifest
 from ...planners.extents import Extents, byte_span, plan_extents, split_box
 from ...tensors.dtypes import DTYPES
 from ...tensors.tables import Int64

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...errors import CorruptionError, StorageError
-from ...format.manifest import Manifest
+from ...format.manifest.document import Manifest
 from ...storage_backends.base import StorageBackend
 from ...telemetry.trace import Timings
 from .bounce import BouncePool

@@ -17,7 +17,8 @@ from ...errors import (
     UnsupportedVersionError,
 )
 from ...format.checksums import checksum_of
-from ...format.manifest import COMPANION, Manifest
+from ...format.manifest.document import Manifest
+from ...format.manifest.files import COMPANION
 from ...storage_backends.base import ObjectReader, StorageBackend
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import StateError
-from ...format.manifest import Manifest
+from ...format.manifest.document import Manifest
 from ...tensors.geometry import moved_box
 from ...tensors.tables import BoxTable, Int64
 from .placement import ReadPart

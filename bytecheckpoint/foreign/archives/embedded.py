@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ...errors import FormatError
 from ...storage_backends.base import ObjectReader, StorageBackend
-from ..pickles import Storage, TensorRef
+from ..pickles.records import Storage, TensorRef
 from .ranges import Positions, Rows, read_rows
 from .torch_archive import ArchiveParts, TorchArchive, interpret_parts, read_parts
 

@@ -12,8 +12,9 @@ import numpy as np
 from ...errors import CorruptionError, FormatError
 from ...format.hf_index import refuse_pointer
 from ...storage_backends.base import ObjectReader, StorageBackend
-from ..pickles import Global, Instance, Storage, interpret, interpret_prefix, storage_dtype
-from ..pickles.interpreter import MAX_PICKLE_BYTES
+from ..pickles.classes import storage_dtype
+from ..pickles.interpreter import MAX_PICKLE_BYTES, interpret, interpret_prefix
+from ..pickles.records import Global, Instance, Storage
 from .directory import Entry, read_directory
 from .ranges import ByteWindow
 
@@ -107,23 +108,20 @@ def read_parts(reader: ObjectReader, base: int, length: int, where: str) -> Arch
     return ArchiveParts(entries, directory, length, pickle, has_crcs)
 
 
-def interpret_parts(
-    parts: ArchiveParts, key: str, base: int, where: str, crcs: Mapping[str, int] | None = None
-) -> TorchArchive:
-    """Interpret the object. ``crcs`` replaces the CRC-32 values of the entries. Raises ``FormatError``."""
-    finder = StorageFinder(parts, key, base, crcs or {})
+def interpret_parts(parts: ArchiveParts, key: str, base: int, where: str) -> TorchArchive:
+    """Interpret the object. Raises ``FormatError``."""
+    finder = StorageFinder(parts, key, base)
     return TorchArchive(interpret(parts.pickle, where, finder), finder.storages)
 
 
 class StorageFinder:
     """Finds the storage that a persistent id of ``torch.save`` means."""
 
-    def __init__(self, parts: ArchiveParts, file: str, base: int, crcs: Mapping[str, int]) -> None:
+    def __init__(self, parts: ArchiveParts, file: str, base: int) -> None:
         self.storages: dict[str, Storage] = {}
         self._parts = parts
         self._file = file
         self._base = base
-        self._crcs = crcs
 
     def __call__(self, persistent_id: Any) -> Storage | Instance:
         """Return the storage. Raises ``FormatError``."""
@@ -147,7 +145,7 @@ class StorageFinder:
             return found
         if found is not None and entry.nbytes:
             raise FormatError(f"storage {key!r:.50} is used as {found.dtype} and as {dtype}")
-        crc32 = self._crcs.get(entry.name, entry.crc32) if self._parts.has_crcs else None
+        crc32 = entry.crc32 if self._parts.has_crcs else None
         start = self._base + entry.start
         self.storages[key] = Storage(key, dtype, self._file, start, entry.nbytes, crc32, location)
         return self.storages[key]

@@ -14,7 +14,7 @@ from ...tensors.geometry import decompose
 from ...tensors.metadata import BasicMeta
 from ..building import IndexBuilder, StoredBox, StoredLeaf
 from ..naming import MODEL_SECTION
-from ..pickles import TensorRef
+from ..pickles.records import TensorRef
 from ..torch_values import TorchValues
 from .folder import DeepSpeedFiles
 from .partitions import shapes_of

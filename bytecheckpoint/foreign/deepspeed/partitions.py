@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ...errors import CheckpointError, FormatError
 from ...frameworks.module_tree import clean_name
-from ..pickles import TensorRef
+from ..pickles.records import TensorRef
 from .folder import DeepSpeedFiles, items_of
 
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,18})(\..*)")

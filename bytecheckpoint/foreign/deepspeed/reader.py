@@ -8,7 +8,7 @@ from typing import Any
 
 from ...checkpoint.index import Index
 from ...errors import FormatError
-from ...format.values import UnreadObject
+from ...format.values.types import UnreadObject
 from ...frameworks.deepspeed.optimizer import SCALER_KEYS
 from ...frameworks.optimizer import LOSS_SCALER
 from ...frameworks.optimizer_groups import group_path, options_of
@@ -18,7 +18,7 @@ from ...tensors.geometry import Box, decompose
 from ...tensors.metadata import BasicMeta
 from ..building import IndexBuilder, StoredBox, StoredLeaf
 from ..naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION
-from ..pickles import Instance, TensorRef
+from ..pickles.records import Instance, TensorRef
 from ..source_path import SourcePath
 from ..torch_values import TorchValues
 from ..training_files import TrainingFiles

@@ -25,7 +25,7 @@ from ...errors import CorruptionError, FormatError
 from ...storage_backends.base import StorageBackend
 from ..building import IndexBuilder
 from ..naming import OPTIMIZER_SECTION
-from ..pickles import TensorRef
+from ..pickles.records import TensorRef
 from ..source_path import read_all
 from ..torch_values import TorchValues, read_small
 from .folder import DeepSpeedFiles, items_of

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...format.values import UnreadObject
+from ...format.values.types import UnreadObject
 from ...frameworks.megatron.optimizer import GRAD_SCALER, NOT_OPTIONS
 from ...frameworks.optimizer_groups import group_path, options_of, same_value
 from ...frameworks.optimizer_state import MASTER, MASTERS_OF, empty_state_path, state_name, state_path
 from ...frameworks.tree_paths import replace_all
 from ..building import IndexBuilder, StoredLeaf
 from ..naming import MODEL_SECTION, OPTIMIZER_SECTION
-from ..pickles import Instance, TensorRef
+from ..pickles.records import Instance, TensorRef
 from ..torch_values import TorchValues, read_small
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...checkpoint.index import Index
 from ...errors import FormatError, UnsupportedTensorError
-from ...format.values import UnreadObject
+from ...format.values.types import UnreadObject
 from ...frameworks.megatron.shards import HALVES, numbered, prepended_axes
 from ...frameworks.module_tree import EXTRA_STATE
 from ...frameworks.optimizer_state import MASTER
@@ -21,7 +21,7 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.shards import Path
 from ..building import IndexBuilder, StoredBox, StoredLeaf
 from ..naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION
-from ..pickles import TensorRef
+from ..pickles.records import TensorRef
 from ..source_path import SourcePath, read_all
 from ..torch_values import TorchValues, read_small
 from .folder import Contents, ShardedObject, find_folder, read_contents
@@ -54,7 +54,7 @@ def read_megatron(source: SourcePath) -> Index | None:
     builder = IndexBuilder(source.backend, "Megatron-core")
     contents = read_contents(folder, builder)
     model = {key: leaf for key, leaf in contents.tensors.items() if not is_of_optimizer(key)}
-    prefix = wrapper_prefix(model)
+    prefix = _PREFIX if all(key.startswith(_PREFIX) for key in model) else ""
 
     def named(tensors: Mapping[str, StoredLeaf]) -> dict[str, StoredLeaf]:
         return per_layer({key.removeprefix(prefix): leaf for key, leaf in tensors.items()}, folder.url)
@@ -156,11 +156,6 @@ def _add_the_rest(builder: IndexBuilder, contents: Contents) -> None:
 
 _PREFIX = "module."  # of a model that was saved inside a wrapper, such as NeMo's
 _MAX_ROWS = 1 << 20  # layers times experts
-
-
-def wrapper_prefix(keys: Iterable[str]) -> str:
-    """Return the name of the wrapper with which all keys of the model begin; empty if there is none."""
-    return _PREFIX if all(key.startswith(_PREFIX) for key in keys) else ""
 
 
 def per_layer(tensors: Mapping[str, StoredLeaf], where: str) -> dict[str, StoredLeaf]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import FormatError
-from ...format.values import check_hashes
+from ...format.values.types import check_hashes
 from ...tensors.dtypes import DType
 from .records import Global, Instance, Storage, TensorRef
 

@@ -126,10 +126,6 @@ def _typed_tensor(
     return TensorRef(storage, dtype, shape, strides, start)
 
 
-def _parameter(data: Any, *rest: Any) -> Any:
-    return data
-
-
 def _moved_tensor(data: Any, dtype: Any, *rest: Any) -> Any:
     if type(data) is TensorRef and data.dtype == dtype:
         return data
@@ -144,18 +140,6 @@ def _typed_subclass(function: Any, cls: Any, args: Any, state: Any = None) -> An
 
 
 # -- plain values --
-
-
-def _ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
-    return OrderedDict(_pairs(items))
-
-
-def _counter(items: Any = ()) -> Counter[Any]:
-    return Counter(dict(_pairs(items)))
-
-
-def _defaultdict(factory: Any = None, items: Any = ()) -> dict[Any, Any]:
-    return dict(_pairs(items))
 
 
 def _pairs(items: Any) -> list[tuple[Any, Any]]:
@@ -179,10 +163,6 @@ def _set(items: Any = ()) -> set[Any]:
     return set(items)
 
 
-def _frozenset(items: Any = ()) -> frozenset[Any]:
-    return frozenset(_set(items))
-
-
 def _deque(items: Any = (), length: Any = None) -> deque[Any]:
     if type(items) not in (list, tuple) or not (length is None or type(length) is int):
         raise FormatError("a deque is made of something other than a list")
@@ -200,10 +180,6 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise FormatError("bytes are stored as text in an unknown encoding")
     return text.encode("latin1")
-
-
-def _bytes() -> bytes:
-    return b""
 
 
 def _bytearray(data: Any = b"", encoding: Any = "latin1") -> bytearray:
@@ -236,10 +212,6 @@ def _reconstructor(cls: Any, base: Any, state: Any = None) -> Any:
     return Instance(cls, () if state is None else (state,))
 
 
-def _zero_stage(value: Any) -> Any:
-    return value
-
-
 def _member(cls: Any, name: Any) -> Any:
     """How Python 3.11 stores a member of an enum."""
     if cls == _ZERO_STAGE and name in _ZERO_STAGES:
@@ -256,26 +228,26 @@ FUNCTIONS: dict[Global, Callable[..., Any]] = {
     Global(_UTILS, "_rebuild_tensor"): _tensor,
     Global(_UTILS, "_rebuild_tensor_v2"): _tensor,
     Global(_UTILS, "_rebuild_tensor_v3"): _typed_tensor,
-    Global(_UTILS, "_rebuild_parameter"): _parameter,
-    Global(_UTILS, "_rebuild_parameter_with_state"): _parameter,
+    Global(_UTILS, "_rebuild_parameter"): lambda data, *rest: data,
+    Global(_UTILS, "_rebuild_parameter_with_state"): lambda data, *rest: data,
     Global(_UTILS, "_rebuild_device_tensor_from_cpu_tensor"): _moved_tensor,
     Global("torch._tensor", "_rebuild_from_type_v2"): _typed_subclass,
     Global("torch._tensor", "_rebuild_from_type"): _typed_subclass,
     Global("torch.tensor", "_rebuild_from_type_v2"): _typed_subclass,
     Global("torch.tensor", "_rebuild_from_type"): _typed_subclass,
     Global("torch", "Size"): _size,
-    Global("collections", "OrderedDict"): _ordered_dict,
-    Global("collections", "Counter"): _counter,
-    Global("collections", "defaultdict"): _defaultdict,
+    Global("collections", "OrderedDict"): lambda items=(): OrderedDict(_pairs(items)),
+    Global("collections", "Counter"): lambda items=(): Counter(dict(_pairs(items))),
+    Global("collections", "defaultdict"): lambda factory=None, items=(): dict(_pairs(items)),
     Global("collections", "deque"): _deque,
     **_both_names(
         "builtins",
         "__builtin__",
         {
             "set": _set,
-            "frozenset": _frozenset,
+            "frozenset": lambda items=(): frozenset(_set(items)),
             "complex": _complex,
-            "bytes": _bytes,
+            "bytes": lambda: b"",
             "bytearray": _bytearray,
             "getattr": _member,
         },
@@ -286,6 +258,6 @@ FUNCTIONS: dict[Global, Callable[..., Any]] = {
     Global("_codecs", "encode"): _encode,
     **_both_names("numpy._core.multiarray", "numpy.core.multiarray", {"scalar": scalar, "_reconstruct": empty_array}),
     **_both_names("numpy._core.numeric", "numpy.core.numeric", {"_frombuffer": array_from_buffer}),
-    _ZERO_STAGE: _zero_stage,
+    _ZERO_STAGE: lambda value: value,
 }
 """What is called in place of a function or class of the file."""

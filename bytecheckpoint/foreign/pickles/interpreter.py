@@ -63,14 +63,6 @@ def _put(machine: Machine, index: int) -> None:
     machine.budget -= 100
 
 
-def _get(machine: Machine, index: int) -> None:
-    machine.stack.append(machine.memo[index])
-
-
-def _memoize(machine: Machine, _: Any) -> None:
-    _put(machine, len(machine.memo))
-
-
 def _short_tuple(length: int) -> _Handler:
     def handler(machine: Machine, _: Any) -> None:
         items = [machine.stack.pop() for _ in range(length)]
@@ -89,10 +81,6 @@ def _frozenset(machine: Machine, _: Any) -> None:
     machine.push(set(), 300)
     machine.add_items(items)
     machine.push(frozenset(machine.stack.pop()), 50 * len(items))
-
-
-def _append(machine: Machine, _: Any) -> None:
-    machine.append([machine.stack.pop()])
 
 
 def _set_item(machine: Machine, _: Any) -> None:
@@ -152,7 +140,7 @@ _HANDLERS: dict[str, _Handler] = {
     "TUPLE3": _short_tuple(3),
     "TUPLE": _tuple,
     "EMPTY_LIST": _container(list, 100),
-    "APPEND": _append,
+    "APPEND": lambda machine, _: machine.append([machine.stack.pop()]),
     "APPENDS": lambda machine, _: machine.append(machine.pop_mark()),
     "EMPTY_DICT": _container(dict, 100),
     "SETITEM": _set_item,
@@ -163,9 +151,9 @@ _HANDLERS: dict[str, _Handler] = {
     # stack and memo
     "POP": _pop,
     "POP_MARK": lambda machine, _: machine.pop_mark().clear(),
-    "MEMOIZE": _memoize,
+    "MEMOIZE": lambda machine, _: _put(machine, len(machine.memo)),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _put),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _get),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, index: machine.stack.append(machine.memo[index])),
     # classes and objects
     "GLOBAL": _global,
     "STACK_GLOBAL": _stack_global,

@@ -77,38 +77,19 @@ class Manifest(Summary):
     row_of: Mapping[str, int] | None = None
     save_times: Mapping[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def assemble(
-        cls,
-        *,
-        library_version: str,
-        step: int | None,
-        created: str,
-        world_size: int,
-        attempt: str,
-        metadata: dict[str, Any],
-        sections: list[SectionInfo],
-        files: FileTable,
-        tensors: TensorTable,
-        scope: Int64,
-        shards: BoxTable,
-        shard_file: Int64,
-        shard_offset: Int64,
-        aliases: list[tuple[str, str]],
-        checksums: Checksums | None = None,
-        is_shared: bool = False,
-    ) -> Manifest:
-        """Create a manifest from tables in any row order: sort them, and point ``tensors.section`` to ``sections``.
+    def in_order(self) -> Manifest:
+        """Return this manifest, whose tables may be in any row order, with sorted ones.
 
-        ``checksums`` are in the order of ``shards``; without them, all are zero. Raises ``KeyError`` for a tensor whose
-        section is not listed; ``validate`` checks everything else.
+        ``tensors.section`` then points to ``sections``. Raises ``KeyError`` for a tensor whose section is not listed;
+        ``validate`` checks everything else.
         """
-        index = {section.name: i for i, section in enumerate(sections)}
+        tensors, shards = self.tensors, self.shards
+        index = {section.name: i for i, section in enumerate(self.sections)}
         section = np.array([index[name] for name in tensors.sections], np.int64)
         order = np.array(sorted(range(len(tensors)), key=tensors.names.__getitem__), np.int64)
         sorted_tensors = TensorTable(
             [tensors.names[row] for row in order.tolist()],
-            [s.name for s in sections],
+            [s.name for s in self.sections],
             section[tensors.section[order]],
             tensors.dtype[order],
             tensors.ndim[order],
@@ -118,25 +99,16 @@ class Manifest(Summary):
         new_row[order] = np.arange(len(order))
         moved = BoxTable(new_row[shards.tensor], shards.offsets, shards.lengths, shards.starts)
         rows = _shard_order(moved)
-        counts = _chunks(moved.nbytes(sorted_tensors), files.chunk_size[shard_file])
-        chunks = ragged_positions((np.cumsum(counts) - counts)[rows], counts[rows])
-        return cls(
-            library_version,
-            step,
-            created,
-            world_size,
-            attempt,
-            metadata,
-            sections,
-            files,
-            sorted_tensors,
-            scope[order],
-            moved.take(rows),
-            shard_file[rows],
-            shard_offset[rows],
-            empty_checksums(len(chunks)) if checksums is None else checksums[chunks],
-            sorted(aliases),
-            is_shared,
+        counts = _chunks(moved.nbytes(sorted_tensors), self.files.chunk_size[self.shard_file])
+        return replace(
+            self,
+            tensors=sorted_tensors,
+            scope=self.scope[order],
+            shards=moved.take(rows),
+            shard_file=self.shard_file[rows],
+            shard_offset=self.shard_offset[rows],
+            checksums=self.checksums[ragged_positions((np.cumsum(counts) - counts)[rows], counts[rows])],
+            aliases=sorted(self.aliases),
         )
 
     def with_tensors(
@@ -151,24 +123,23 @@ class Manifest(Summary):
     ) -> tuple[Manifest, Int64]:
         """Return a manifest of other tensors in the same files, without checksums, and the order of their shards.
 
-        The tables are as in ``assemble``; row ``i`` of the manifest's shards is row ``order[i]`` of ``shards``.
+        The tables are as for ``in_order``; row ``i`` of the manifest's shards is row ``order[i]`` of ``shards``.
         """
-        manifest = Manifest.assemble(
-            library_version=self.library_version,
-            step=self.step,
-            created=self.created,
-            world_size=self.world_size,
-            attempt=self.attempt,
-            metadata=self.metadata,
+        chunks = _chunks(shards.nbytes(tensors), self.files.chunk_size[shard_file])
+        manifest = replace(
+            self,
             sections=sections,
-            files=self.files,
             tensors=tensors,
             scope=scope,
             shards=shards,
             shard_file=shard_file,
             shard_offset=np.arange(len(shards)),
+            checksums=empty_checksums(int(chunks.sum())),
             aliases=aliases,
-        )
+            is_shared=False,
+            row_of=None,
+            save_times={},
+        ).in_order()
         order = manifest.shard_offset
         manifest.shard_offset = shard_offset[order]
         return manifest, order

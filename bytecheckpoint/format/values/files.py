@@ -9,7 +9,8 @@ import msgpack
 import xxhash
 
 from ...errors import FormatError, UnserializableError
-from .types import MAX_DEPTH, Path, path_name, unpack
+from ...tensors.metadata import Path
+from .types import MAX_DEPTH, path_name, unpack
 
 VALUES_FILE_VERSION = 1
 

@@ -17,25 +17,6 @@ from ...errors import FormatError, StateError, UnserializableError
 from ...tensors.metadata import Path
 from ..msgpack_scan import scan_msgpack
 
-__all__ = [
-    "CONTAINER_KINDS",
-    "LEFT_OUT",
-    "MAPPINGS",
-    "MAX_DEPTH",
-    "VALUE_KINDS",
-    "Container",
-    "Ext",
-    "Path",
-    "UnreadObject",
-    "check_hashes",
-    "check_key",
-    "is_left_out",
-    "is_number",
-    "is_stored_dtype",
-    "path_name",
-    "unread_in",
-]
-
 MAPPINGS = ("dict", "OrderedDict")
 """The kinds of containers that may have keys."""
 

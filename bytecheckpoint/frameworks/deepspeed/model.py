@@ -156,7 +156,9 @@ class DeepSpeedAdapter(ModuleAdapter):
             take_changes(partitions)
             for path, engine in counters.items():
                 if path in values:
-                    _set_counters(engine, values[path])
+                    counted = values[path]
+                    vars(engine).update({key: counted[key] for key in COUNTERS if key in counted})
+                    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
         target.apply = apply
         return target
@@ -189,11 +191,6 @@ def _require_no_zero3_masters(modules: Sequence[nn.Module], context: Context) ->
 
 def _counter_paths(engines: Sequence[Any]) -> dict[Path, Any]:
     return {(ENGINE_COUNTERS, number): engine for number, engine in enumerate(engines)}
-
-
-def _set_counters(engine: Any, counters: Mapping[str, Any]) -> None:
-    vars(engine).update({key: counters[key] for key in COUNTERS if key in counters})
-    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
 def _expert_names(modules: Sequence[nn.Module]) -> dict[str, str]:
