@@ -24,10 +24,10 @@ from ..convert.torch_file import export_torch_file
 from ..errors import FormatError, StateError
 from ..foreign.safetensors_folder import SafetensorsFolder
 from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY
-from ..inference.layouts.configured import ConfiguredModel, is_supported
 from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..tensors.metadata import BasicMeta
+from .configured_model import ConfiguredModel, is_supported
 from .options import DependentOption, Locate, checked, command, not_negative, parse_size, rename_option
 from .output import Output, size_text
 from .rules_options import rules_options

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ...convert.export import ExportedBox
-from ...errors import StateError
-from ...tensors.metadata import BasicMeta
-from ...tensors.shards import torch_dtype
-from .hub_names import configuration_of, hub_tensors
-from .parts import StridedView, box_of
-from .recording import Recorder
+from ..convert.export import ExportedBox
+from ..errors import StateError
+from ..inference.layouts.hub_names import configuration_of, hub_tensors
+from ..inference.layouts.parts import StridedView, box_of
+from ..inference.layouts.recording import Recorder
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import torch_dtype
 
 Shapes = dict[str, tuple[int, ...]]
 
