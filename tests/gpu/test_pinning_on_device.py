@@ -13,7 +13,7 @@ import torch
 
 from bytecheckpoint.engine.blocks import Block
 from bytecheckpoint.errors import StateError
-from bytecheckpoint.inference.push.checkpoint_engine import CudaBuckets
+from bytecheckpoint.inference.push.checkpoint_engine import Buckets
 from bytecheckpoint.inference.push.transports.shared_memory import SharedArena
 from bytecheckpoint.testing import time_limit
 
@@ -82,4 +82,4 @@ def test_an_arena_is_pinned() -> None:
 def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(StateError, match="PYTORCH_CUDA_ALLOC_CONF"):
-        CudaBuckets([torch.cuda.current_device()], 1 << 20)
+        Buckets(["GPU-0"], 1 << 20)

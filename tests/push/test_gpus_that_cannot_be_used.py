@@ -53,13 +53,12 @@ def test_expandable_segments(monkeypatch: pytest.MonkeyPatch, name: str, value: 
     with pytest.raises(StateError, match=f"{name} has expandable_segments:True"):
         refuse_expandable_segments()
     with pytest.raises(StateError, match=name):  # before any memory of a GPU is asked for
-        checkpoint_engine.CudaBuckets([0], 4096)
+        checkpoint_engine.Buckets(["GPU-0"], 4096)
 
 
 def test_parts_of_a_gpu_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their names begin with MIG-. They were taken for CPUs."""
+    """Their names begin with MIG-."""
     monkeypatch.setattr(checkpoint_engine, "visible_gpus", lambda: {"GPU-1a-2b": 0, "GPU-3c-4d": 1})
     assert gpus_of(["MIG-3c-4d", "GPU-1a-2b"]) == [1, 0]
-    assert gpus_of(["cpu-0", "cpu-1"]) == []
     with pytest.raises(StateError, match="does not see MIG-9"):
         gpus_of(["MIG-9"])

@@ -1,12 +1,14 @@
 """A stand-in for an inference engine that is set up for checkpoint-engine: several processes, each with checkpoint-
 engine's own function for workers, a toy of a model, HTTP. Nothing of this library answers there.
 
-checkpoint-engine does not support workers on CPUs; these use their handles unchanged.
+checkpoint-engine does not support workers on CPUs; these use their handles unchanged. Importing this module gives
+senders of this process buckets in shared memory for them.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -20,6 +22,35 @@ import zmq
 from checkpoint_engine import worker as checkpoint_engine_worker
 from forked_server import forked_server
 from toy_engine import ToyEngine, ToyModel, ToyTrainee, _Front, start_workers
+
+from bytecheckpoint.inference.push import checkpoint_engine
+from bytecheckpoint.inference.push.transports.shared_memory import SharedArena
+
+
+class _HostBuckets(checkpoint_engine.Buckets):
+    """For workers on CPUs: one shared memory for all of them."""
+
+    def __init__(self, devices: list[str], nbytes: int) -> None:
+        self.nbytes, self._buffers, self._arena = nbytes, [], SharedArena(2 * nbytes)
+        self._host, address = self._arena.memory, self._arena.address
+        rebuild = functools.partial(torch.from_file, dtype=torch.uint8)
+        path = f"/proc/{address.pid}/fd/{address.descriptor}"
+        self.handles = [(rebuild, (path, True, address.nbytes))] * len(devices)
+
+    def close(self) -> None:
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._arena.close()
+
+
+def _on_cpus(devices: list[str]) -> bool:
+    return all(device.startswith("cpu-") for device in devices)
+
+
+_GpuBuckets, _gpus_of = checkpoint_engine.Buckets, checkpoint_engine.gpus_of
+checkpoint_engine.Buckets = lambda devices, nbytes: (_HostBuckets if _on_cpus(devices) else _GpuBuckets)(
+    devices, nbytes
+)
+checkpoint_engine.gpus_of = lambda devices: [] if _on_cpus(devices) else _gpus_of(devices)
 
 
 class _Host:

@@ -15,7 +15,6 @@ import os
 import ssl
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +33,6 @@ from .guard import ExitGuard
 from .messages import decode
 from .receiver import Receiver
 from .transports.cuda_ipc import GPU_PREFIX, visible_gpus
-from .transports.shared_memory import SharedArena
 
 _BUCKET_BYTES = 512 << 20
 _PATIENCE = 0.8  # of a sender's deadline: the error of this end names the silent worker, so it must come first
@@ -128,11 +126,11 @@ class IpcEngine(HttpEngine):
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
         super().resume(version, timeout_s, changed=changed)
-        self.guard.on_exit()
+        self.guard.keep(resume=None, fault="")
 
     def resume_on_exit(self) -> None:
         """Make the guard end the pause if this process is killed. Call it while the engine serves one version."""
-        self.guard.on_exit(resume=(f"{self.name}/resume", self._headers))
+        self.guard.keep(resume=(f"{self.name}/resume", self._headers), fault="")
 
     def run_update(self, names: Mapping[str, str]) -> None:
         """Make the workers connect to sockets. Returns when they have ended the update.
@@ -184,7 +182,13 @@ class _WholeModel(EngineModel):
         named = list(weights)
         sizes = list(map(_room_of, named))
         nbytes = max(min(align_tensor(self._bucket_bytes), sum(sizes)), max(sizes))
-        buckets = make_buckets(self._devices, nbytes)
+        try:
+            buckets = Buckets(self._devices, nbytes)
+        except (EngineError, RuntimeError) as error:  # torch raises the latter when memory is short
+            raise EngineError(
+                f"no memory for two buckets of {nbytes:,} bytes on {', '.join(self._devices)} and on the host; the "
+                f"engine must leave that much, or pass IpcEngine smaller bucket_bytes ({error})"
+            ) from error
         guard = self._engine.guard
         try:
             self._last = update = Update(
@@ -193,7 +197,7 @@ class _WholeModel(EngineModel):
             try:
                 update.begin(buckets.handles)
                 fault = f"{self._engine.name} has a part of a version and is left paused; push again, or restart it"
-                guard.on_exit(fault=fault)  # from here on
+                guard.keep(resume=None, fault=fault)  # from here on
                 self._send(named, buckets, update)
                 update.send(None)  # the workers release the memory
                 update.wait()
@@ -232,7 +236,6 @@ def _room_of(named: tuple[str, torch.Tensor]) -> int:
 
 
 _ALIGNMENT_BYTES = 256  # what checkpoint-engine uses
-_MIG_PREFIX = "MIG-"
 
 
 def align_tensor(nbytes: int) -> int:
@@ -240,63 +243,40 @@ def align_tensor(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-class Buckets(ABC):
-    """Two buckets of ``nbytes`` each. The ``handles``, one for each worker, are valid until ``close``."""
+class Buckets:
+    """Two buckets of ``nbytes`` each on every GPU, filled from pinned host memory.
 
-    def __init__(self, memory: torch.Tensor, handles: list[Handle]) -> None:
-        self._memory, self.handles = memory, handles
-        self.nbytes = len(memory) // 2
+    The ``handles``, one for each worker, are valid until ``close``. Raises ``StateError`` for an allocator whose memory
+    cannot be shared, and ``RuntimeError`` when memory is short.
+    """
 
-    def bucket(self, number: int) -> torch.Tensor:
-        """Return the host memory of bucket 0 or 1, to fill when no worker reads it."""
-        return self._memory[number * self.nbytes : (number + 1) * self.nbytes]
-
-    def publish(self, number: int, nbytes: int) -> None:  # noqa: B027 - workers on CPUs map the same memory
-        """Make the first ``nbytes`` of a bucket visible to the workers. Returns when they are."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the memory. May be called again."""
-
-
-class HostBuckets(Buckets):
-    """For workers on CPUs: one shared memory for all of them."""
-
-    def __init__(self, workers: int, nbytes: int) -> None:
-        self._arena = SharedArena(2 * nbytes)
-        address = self._arena.address
-        rebuild = functools.partial(torch.from_file, dtype=torch.uint8)
-        path = f"/proc/{address.pid}/fd/{address.descriptor}"
-        super().__init__(self._arena.memory, [(rebuild, (path, True, address.nbytes))] * workers)
-
-    def close(self) -> None:
-        self._arena.close()
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-
-class CudaBuckets(Buckets):
-    """For workers on GPUs: buckets on each GPU, filled from pinned host memory."""
-
-    def __init__(self, gpus: Sequence[int], nbytes: int) -> None:
+    def __init__(self, devices: Sequence[str], nbytes: int) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
 
         refuse_expandable_segments()
-        host = torch.empty(2 * nbytes, dtype=torch.uint8, pin_memory=True)
-        self._buffers = [torch.empty(2 * nbytes, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in gpus]
-        super().__init__(host, [reduce_tensor(buffer) for buffer in self._buffers])  # type: ignore[no-untyped-call]
+        self.nbytes = nbytes
+        self._host = torch.empty(2 * nbytes, dtype=torch.uint8, pin_memory=True)
+        self._buffers = [torch.empty(2 * nbytes, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in gpus_of(devices)]
+        self.handles: list[Handle] = [reduce_tensor(buffer) for buffer in self._buffers]  # type: ignore[no-untyped-call]
+
+    def bucket(self, number: int) -> torch.Tensor:
+        """Return the host memory of bucket 0 or 1, to fill when no worker reads it."""
+        return self._host[number * self.nbytes : (number + 1) * self.nbytes]
 
     def publish(self, number: int, nbytes: int) -> None:
+        """Make the first ``nbytes`` of a bucket visible to the workers. Returns when they are."""
         span = slice(number * self.nbytes, number * self.nbytes + nbytes)
         for buffer in self._buffers:
-            buffer[span].copy_(self._memory[span], non_blocking=True)
+            buffer[span].copy_(self._host[span], non_blocking=True)
         for buffer in self._buffers:
             torch.cuda.synchronize(buffer.device)
 
     def close(self) -> None:
+        """Free the memory. May be called again."""
         if self._buffers:
             self._buffers.clear()
             self.handles.clear()
-            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._host = torch.empty(0, dtype=torch.uint8)
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()  # engines leave little memory free
 
@@ -313,14 +293,11 @@ def refuse_expandable_segments() -> None:
 
 
 def gpus_of(devices: Sequence[str]) -> list[int]:
-    """Return the numbers of the GPUs with these names; none if the names are of CPUs. Raises ``StateError`` for a GPU
-    that this process does not see."""
-    if not any(device.startswith((GPU_PREFIX, _MIG_PREFIX)) for device in devices):
-        return []
+    """Return the numbers of the GPUs with these names. Raises ``StateError`` for one that this process does not see."""
     visible = visible_gpus()
     # A part of a GPU (MIG) is "MIG-<uuid>" for nvidia-smi and NVML. That CUDA has the same UUID for it is unverified;
     # tests/gpu/test_names_of_devices.py compares them. If it has not, such a part is refused as not visible.
-    found = [device.replace(_MIG_PREFIX, GPU_PREFIX, 1) for device in devices]
+    found = [device.replace("MIG-", GPU_PREFIX, 1) for device in devices]
     missing = [device for device, name in zip(devices, found, strict=True) if name not in visible]
     if missing:
         raise StateError(
@@ -328,18 +305,3 @@ def gpus_of(devices: Sequence[str]) -> list[int]:
             "the engine's host, with a CUDA build of torch, and CUDA_VISIBLE_DEVICES must have the engine's GPUs"
         )
     return [visible[name] for name in found]
-
-
-def make_buckets(devices: Sequence[str], nbytes: int) -> Buckets:
-    """Make two buckets of ``nbytes`` for a worker on each device.
-
-    Raises ``EngineError`` when memory does not suffice, and ``StateError`` like ``gpus_of``.
-    """
-    gpus = gpus_of(devices)
-    try:
-        return CudaBuckets(gpus, nbytes) if gpus else HostBuckets(len(devices), nbytes)
-    except (EngineError, RuntimeError) as error:  # torch raises the latter when memory is short
-        raise EngineError(
-            f"no memory for two buckets of {nbytes:,} bytes on {', '.join(devices)} and on the host; the engine must "
-            f"leave that much, or pass IpcEngine smaller bucket_bytes ({error})"
-        ) from error

@@ -102,7 +102,8 @@ class Update:
         return not wait(running, max(timeout_s, 0.0)).not_done
 
     def _set_guard(self, workers: Sequence[_Worker]) -> None:
-        self._guard.watch({one.name: [pickle.dumps(message) for message in one.last_messages] for one in workers})
+        messages = {one.name: [pickle.dumps(message).hex() for message in one.last_messages] for one in workers}
+        self._guard.keep(messages=messages)
 
     def begin(self, handles: Sequence[Handle]) -> None:
         """Wait for all workers, and send each its handle."""
@@ -187,7 +188,7 @@ class Update:
         for worker in self._workers:
             worker.socket.close(linger_ms)
         self._context.term()
-        self._guard.watch({})
+        self._guard.keep(messages={})
 
     def _answer(self) -> str:
         """Return what the engine reports about the update."""

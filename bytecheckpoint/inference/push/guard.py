@@ -63,16 +63,13 @@ class ExitGuard:
             start_new_session=True,
         )
 
-    def watch(self, last_messages: Mapping[str, Sequence[bytes]]) -> None:
-        """Set the messages that workers get if this process ends, by socket name. Replaces earlier ones."""
-        self._keep(messages={name: [one.hex() for one in messages] for name, messages in last_messages.items()})
+    def keep(self, **kept: Any) -> None:
+        """Set what to do if this process ends, in place of what these names had before.
 
-    def on_exit(self, *, resume: tuple[str, Mapping[str, str]] | None = None, fault: str = "") -> None:
-        """Set the request (address, headers) to send if this process ends, and a ``fault`` to report then. Replaces
-        earlier ones."""
-        self._keep(resume=resume, fault=fault)
-
-    def _keep(self, **kept: Any) -> None:
+        Args:
+            kept: ``messages``: those that workers get, as hexadecimal numbers, by socket name. ``resume``: the address
+                and headers of a request. ``fault``: a text to report.
+        """
         assert self._process.stdin is not None
         with self._lock, contextlib.suppress(OSError):  # the guard was killed
             self._kept |= kept
