@@ -11,7 +11,7 @@ import copy
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from multiprocessing.connection import Connection
@@ -30,7 +30,7 @@ from bytecheckpoint.inference.push.transports.shared_memory import SharedArena
 class _HostBuckets(checkpoint_engine.Buckets):
     """For workers on CPUs: one shared memory for all of them."""
 
-    def __init__(self, devices: list[str], nbytes: int) -> None:
+    def __init__(self, devices: Sequence[str], nbytes: int) -> None:
         self.nbytes, self._buffers, self._arena = nbytes, [], SharedArena(2 * nbytes)
         self._host, address = self._arena.memory, self._arena.address
         rebuild = functools.partial(torch.from_file, dtype=torch.uint8)
@@ -42,14 +42,18 @@ class _HostBuckets(checkpoint_engine.Buckets):
         self._arena.close()
 
 
-def _on_cpus(devices: list[str]) -> bool:
+def _on_cpus(devices: Sequence[str]) -> bool:
     return all(device.startswith("cpu-") for device in devices)
 
 
-_GpuBuckets, _gpus_of = checkpoint_engine.Buckets, checkpoint_engine.gpus_of
-checkpoint_engine.Buckets = lambda devices, nbytes: (_HostBuckets if _on_cpus(devices) else _GpuBuckets)(
-    devices, nbytes
-)
+_gpu_buckets, _gpus_of = checkpoint_engine.Buckets, checkpoint_engine.gpus_of
+
+
+def _buckets(devices: Sequence[str], nbytes: int) -> checkpoint_engine.Buckets:
+    return (_HostBuckets if _on_cpus(devices) else _gpu_buckets)(devices, nbytes)
+
+
+checkpoint_engine.Buckets = _buckets  # type: ignore[assignment, misc]
 checkpoint_engine.gpus_of = lambda devices: [] if _on_cpus(devices) else _gpus_of(devices)
 
 

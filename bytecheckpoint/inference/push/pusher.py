@@ -48,10 +48,12 @@ class Pusher:
         chunk_bytes: The size limit of a chunk, the unit of planning and of checksums.
         tcp_only: Do not use shared memory with workers on the same host.
         group: Form a process group of senders and workers with this backend, "gloo" or "nccl". A chunk that several
-            workers request leaves its sender once, and its replica set broadcasts it. Weights are streamed. The nccl
-            backend has never run between devices.
-        cuda_ipc: Write into the GPU memory of workers on the sender's host; other workers are reached by TCP. Weights
-            are streamed. This ran on one GPU, and never between two.
+            workers request leaves its sender once, and its replica set broadcasts it. Weights are streamed.
+            ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` sets the network. With nccl, each sender and worker needs a
+            separate GPU; it has never run between devices.
+        cuda_ipc: Write into the GPU memory of workers on the sender's host. A sender must see that GPU, be of the same
+            user, and share the worker's pid namespace; other workers are reached by TCP. Weights are streamed. This ran
+            on one GPU, and never between two.
         communicator: The ranks of the job; by default those of the default process group.
 
     Raises:
@@ -148,7 +150,8 @@ class Pusher:
             strict: Require that every element of every engine parameter is filled, that an engine uses a tensor
                 completely or not at all, and that an engine that sends has the exact values.
             check_finite: Refuse values that are NaN or infinite, as senders would send them (after a cast). They are
-                found before any weight changes, except where a checkpoint is streamed.
+                found before any weight changes, except where a checkpoint is streamed. Without this check, workers of
+                vLLM overwrite the KV cache when they load the next version: kernels read unused parts of it.
             progress: Called by this thread when a stage begins and while this rank writes (on rank 0 also while
                 another engine sends), with the stage, the bytes written, and their total.
 
