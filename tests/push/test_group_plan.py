@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from bytecheckpoint.inference.layouts.parts import TensorBox
-from bytecheckpoint.inference.push.layout import Layout, Waves, Write, align
+from bytecheckpoint.inference.push.layout import ChunkTarget, Layout, Waves, Write, align
 from bytecheckpoint.inference.push.transports.group_transport import plan_receptions
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
@@ -26,7 +26,7 @@ class World:
         for number, (sender, nbytes, targets) in enumerate(chunks):
             at = []
             for target in targets:  # a target may request a box twice
-                at.append((target, len(sizes[target])))
+                at.append(ChunkTarget(target, len(sizes[target])))
                 sizes[target].append(nbytes)
             self.order.append((sender, Write(f"t{number}", Box((0,), (nbytes,)), UINT8, tuple(at))))
         longest = align(max(nbytes for _, nbytes, _ in chunks))
@@ -46,11 +46,11 @@ class World:
         for sender, writes in enumerate(sends):
             if not writes:
                 continue
-            targets = sorted({target for target, _ in writes[0].chunks})
+            targets = sorted({place.target for place in writes[0].places})
             heads = [receptions[target][0] if receptions[target] else None for target in targets]
             if all(
                 head is not None
-                and (head.sender, set(head.chunks)) == (sender, {c for t, c in writes[0].chunks if t == target})
+                and (head.sender, set(head.chunks)) == (sender, _chunks_of(writes[0], target))
                 and self._has_room(target, head.chunks, arrived[target])
                 for target, head in zip(targets, heads, strict=True)
             ):
@@ -64,6 +64,10 @@ class World:
         waves = self.waves[target]
         taken = next((wave for wave in range(waves.count) if not arrived.issuperset(waves.chunks(wave))), waves.count)
         return all(waves.wave_of[chunk] < taken + waves.slots for chunk in chunks)
+
+
+def _chunks_of(write: Write, target: int) -> set[int]:
+    return {place.chunk for place in write.places if place.target == target}
 
 
 def _layout(sizes: list[int]) -> Layout:
@@ -94,7 +98,7 @@ def test_each_chunk_arrives_once_from_its_sender(world: World) -> None:
         member = world.senders + target
         chunks = [chunk for reception in receptions for chunk in reception.chunks]
         assert chunks == list(range(len(chunks)))
-        expected = [(sender, write.nbytes) for sender, write in world.order if target in dict(write.chunks)]
+        expected = [(sender, write.nbytes) for sender, write in world.order if _chunks_of(write, target)]
         assert [(reception.sender, reception.nbytes) for reception in receptions] == expected
         for reception in receptions:
             assert member in reception.members
@@ -102,7 +106,7 @@ def test_each_chunk_arrives_once_from_its_sender(world: World) -> None:
 
 
 def test_a_box_that_a_target_requests_twice_is_received_once() -> None:
-    write = Write("t", Box((0,), (64,)), UINT8, ((0, 0), (0, 1), (1, 0)))
+    write = Write("t", Box((0,), (64,)), UINT8, (ChunkTarget(0, 0), ChunkTarget(0, 1), ChunkTarget(1, 0)))
     first, second = plan_receptions([(0, write)], 1, 2)
     assert [(reception.members, reception.chunks) for reception in first] == [((1, 2), (0, 1))]
     assert [(reception.members, reception.chunks) for reception in second] == [((1, 2), (0,))]

@@ -14,18 +14,17 @@ import torch
 
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push import sender as sender_module
-from bytecheckpoint.inference.push.layout import Write
+from bytecheckpoint.inference.push.layout import ChunkTarget, Write
 from bytecheckpoint.inference.push.messages import SenderLost, Table
 from bytecheckpoint.inference.push.peer_source import _Transfer
 from bytecheckpoint.inference.push.sender import PushAssignment, Sender
 from bytecheckpoint.inference.push.sources import PushSource
-from bytecheckpoint.inference.push.transports.base import ChunkTarget, OutgoingChunk, Transport
-from bytecheckpoint.inference.push.writing import Job
+from bytecheckpoint.inference.push.transports.base import OutgoingChunk, Transport
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
 
 FLOAT32 = find_dtype("float32")
-JOBS = [Job(Write(f"w{n}", Box((0,), (64,)), FLOAT32, ((0, n),)), (ChunkTarget(0, 0, n),)) for n in range(6)]
+WRITES = [Write(f"w{n}", Box((0,), (64,)), FLOAT32, (ChunkTarget(0, n),)) for n in range(6)]
 
 
 class Mapped(PushSource):
@@ -106,8 +105,8 @@ def test_a_target_that_closes_its_port_is_a_consequence() -> None:
 
 
 def _begin(give: _Transfer, sender: Sender) -> None:
-    sender.jobs = JOBS
-    known = [(None, None)] * len(JOBS)
+    sender.writes = WRITES
+    known = [(None, None)] * len(WRITES)
     assignment = PushAssignment([None], [], [], [], on_device=False, is_group=False, known=known)
     give.begin(sender, assignment, frozenset())
 

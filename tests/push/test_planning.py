@@ -14,7 +14,7 @@ from sampling import examples
 
 from bytecheckpoint.errors import MismatchError, PlanError
 from bytecheckpoint.inference.layouts.parts import TensorBox
-from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, Holding, Layout
+from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, ChunkTarget, Holding, Layout
 from bytecheckpoint.inference.push.messages import Table
 from bytecheckpoint.inference.push.plan import Plan, check_taken_whole, plan_push
 from bytecheckpoint.tensors.dtypes import DTYPES
@@ -78,7 +78,7 @@ def _check(
         for write in writes:
             assert any(sender in owners and box.contains(write.box) for box, owners in held)
             assert write.nbytes <= chunk_bytes or write.box.numel == 1
-            for target, chunk in write.chunks:
+            for target, chunk, *_ in write.places:
                 layout = plan.layouts[target]
                 part, box = layout.chunks[chunk]
                 assert (box, layout.parts[part].dtype) == (write.box, write.dtype)
@@ -116,7 +116,7 @@ def test_a_shared_chunk_is_cast_once() -> None:
     part = TensorBox("norm", shape, Box.whole(shape), BF16)
     plan = plan_push([[part]] * 5, {"norm": [Holding(Box.whole(shape), (0,))]}, 1)
     ((write,),) = plan.writes
-    assert write.chunks == tuple((target, 0) for target in range(5))
+    assert write.places == tuple(ChunkTarget(target, 0) for target in range(5))
 
 
 def test_the_error_names_the_missing_range() -> None:

@@ -19,9 +19,9 @@ from sampling import examples
 
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from bytecheckpoint.inference.layouts.parts import TensorBox
-from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, Layout, Waves
+from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, ChunkTarget, Layout, Waves
 from bytecheckpoint.inference.push.memory import MemoryPolicy
-from bytecheckpoint.inference.push.transports.base import ChunkTarget, OutgoingChunk, TransportBroken
+from bytecheckpoint.inference.push.transports.base import OutgoingChunk, TransportBroken
 from bytecheckpoint.inference.push.transports.ring import RingBuffer
 from bytecheckpoint.inference.push.transports.shared_memory import attach
 from bytecheckpoint.inference.push.transports.tcp import FRAME, TcpTransport
@@ -62,7 +62,7 @@ class Sender:
 
     def write(self, chunk: int, damage: int = 0) -> None:
         data = _bytes(chunk, self.waves.layout.sizes[chunk])
-        place = ChunkTarget(0, self.waves.offset(chunk), chunk, self.waves.wave_of[chunk])
+        place = ChunkTarget(0, chunk, self.waves.offset(chunk), self.waves.wave_of[chunk])
         self.transport.write([OutgoingChunk([place], data, _digest(data) ^ damage)])
 
     def write_all(self, chunks: list[int]) -> None:
@@ -210,7 +210,7 @@ def test_no_chunk_arrives() -> None:
 def test_one_write_of_more_than_there_is_room_for(shared: bool) -> None:
     """What is before a chunk without room arrives first. The first one has two places, the second of which has none."""
     waves = Waves(_layout([64] * 6), 2, 64)
-    places = [ChunkTarget(0, waves.offset(chunk), chunk, waves.wave_of[chunk]) for chunk in range(6)]
+    places = [ChunkTarget(0, chunk, waves.offset(chunk), waves.wave_of[chunk]) for chunk in range(6)]
     data = [_bytes(number, 64) for number in range(5)]
     to = [places[:1] + places[2:3], places[1:2], places[3:4], places[4:5], places[5:]]
     with _ring(waves, [1] * 6) as ring, _senders(ring, waves, 2, shared=shared) as senders:

@@ -16,10 +16,10 @@ from bytecheckpoint.control.connections import Endpoint, at_most, receive, send
 from bytecheckpoint.engine.tensor_bytes import byte_view
 from bytecheckpoint.errors import DeadlineError, EngineError
 from bytecheckpoint.inference.layouts.parts import TensorBox
-from bytecheckpoint.inference.push.layout import Layout
+from bytecheckpoint.inference.push.layout import ChunkTarget, Layout
 from bytecheckpoint.inference.push.transports import acceptor
 from bytecheckpoint.inference.push.transports.acceptor import connect
-from bytecheckpoint.inference.push.transports.base import ChunkTarget, OutgoingChunk
+from bytecheckpoint.inference.push.transports.base import OutgoingChunk
 from bytecheckpoint.inference.push.transports.shared_memory import ArenaChunks, SharedArena, attach
 from bytecheckpoint.inference.push.transports.tcp import FAILED, FRAME, STATUS, TAKEN, ChunkServer, TcpTransport
 from bytecheckpoint.tensors.dtypes import find_dtype
@@ -55,9 +55,9 @@ def _transport(server: ChunkServer, deadline_s: float | None = None) -> TcpTrans
 
 def test_chunks_arrive(server: ChunkServer, memory: torch.Tensor) -> None:
     transports = [_transport(server) for _ in range(2)]
-    transports[0].write([OutgoingChunk([ChunkTarget(0, 64, 1)], DATA, DIGEST)])
+    transports[0].write([OutgoingChunk([ChunkTarget(0, 1, 64)], DATA, DIGEST)])
     small = DATA[:64]
-    transports[1].write([OutgoingChunk([ChunkTarget(0, 0, 0)], small, xxhash.xxh3_64_intdigest(small.numpy()))])
+    transports[1].write([OutgoingChunk([ChunkTarget(0, 0)], small, xxhash.xxh3_64_intdigest(small.numpy()))])
     for transport in transports:
         transport.finish()
         transport.close()
@@ -67,7 +67,7 @@ def test_chunks_arrive(server: ChunkServer, memory: torch.Tensor) -> None:
 
 def test_a_chunk_damaged_on_the_way(server: ChunkServer) -> None:
     transport = _transport(server)
-    transport.write([OutgoingChunk([ChunkTarget(0, 64, 1)], DATA, DIGEST ^ 1)])
+    transport.write([OutgoingChunk([ChunkTarget(0, 1, 64)], DATA, DIGEST ^ 1)])
     with pytest.raises(EngineError, match=r"t1 .* was damaged on the way; nothing was applied"):
         transport.finish()
     transport.close()
@@ -97,7 +97,7 @@ def test_a_failed_stream_is_read_until_the_sender_ends_it(server: ChunkServer) -
 
 
 def _send(transport: TcpTransport, chunk: int) -> None:
-    transport.write([OutgoingChunk([ChunkTarget(0, 0, chunk)], DATA, DIGEST)])
+    transport.write([OutgoingChunk([ChunkTarget(0, chunk)], DATA, DIGEST)])
     transport.finish()
 
 
@@ -114,7 +114,7 @@ def test_a_configured_address(memory: torch.Tensor, monkeypatch: pytest.MonkeyPa
     assert server.endpoint.addresses == ["127.0.0.2", "127.0.0.1"]
     transport = _transport(server)
     assert transport._connection.getpeername()[0] == "127.0.0.2"
-    transport.write([OutgoingChunk([ChunkTarget(0, 64, 1)], DATA, DIGEST)])
+    transport.write([OutgoingChunk([ChunkTarget(0, 1, 64)], DATA, DIGEST)])
     transport.finish()
     transport.close()
     server.close()

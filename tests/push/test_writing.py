@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from bytecheckpoint.inference.push.layout import Write
+from bytecheckpoint.inference.push.layout import ChunkTarget, Write
 from bytecheckpoint.inference.push.quantizer import Quantizer
 from bytecheckpoint.inference.push.sources import StateSource
-from bytecheckpoint.inference.push.transports.base import ChunkTarget, OutgoingChunk, Transport, xxh3_digests
-from bytecheckpoint.inference.push.writing import SENT, ChunkFormat, Job, write_all
+from bytecheckpoint.inference.push.transports.base import OutgoingChunk, Transport, xxh3_digests
+from bytecheckpoint.inference.push.writing import SENT, ChunkFormat, write_all
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
 
@@ -40,19 +40,16 @@ def _written(waves: dict[tuple[int, int], int], run_bytes: int, count: int = 6) 
     state = {f"t{number}": torch.full((SIZE // 4,), float(number)) for number in range(count)}
     source = StateSource({"model": state}, "model", framework=None, rank=0, world_size=1)
     names = [name for name, _ in source.table.rows]
-    jobs = [
-        Job(
-            Write(name, Box.whole((SIZE // 4,)), FLOAT32, ((0, number), (1, number))),
-            tuple(ChunkTarget(target, 0, number, waves.get((target, number), 0)) for target in range(2)),
-        )
-        for number, name in enumerate(names)
-    ]
+    writes = []
+    for number, name in enumerate(names):
+        places = tuple(ChunkTarget(target, number, 0, waves.get((target, number), 0)) for target in range(2))
+        writes.append(Write(name, Box.whole((SIZE // 4,)), FLOAT32, places))
     log: list[tuple[str, list[int]]] = []
     sent: list[int] = []
     transports: dict[int, Transport] = {0: _Log("a", log), 1: _Log("b", log)}
     form = ChunkFormat(torch.device("cpu"), xxh3_digests, finite=True, run_bytes=run_bytes)
     known = [(None, None)] * (2 * count)
-    result = write_all(source, jobs, Quantizer(source, b""), transports, known, form, lambda: None, sent.append)
+    result = write_all(source, writes, Quantizer(source, b""), transports, known, form, lambda: None, sent.append)
     assert list(result.fates) == [SENT] * (2 * count)
     assert result.digests == xxh3_digests([state[name].view(torch.uint8) for name in names])
     assert sum(sent) == 2 * count * SIZE

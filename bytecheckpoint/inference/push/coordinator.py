@@ -21,7 +21,7 @@ from .layout import Holding
 from .leases import resolve
 from .memory import DOUBLE, STREAMED, Mode
 from .messages import Table, first_cause
-from .plan import Assignments, BoundPlan, Worker, merge_descriptions, plan_push
+from .plan import BoundPlan, Worker, merge_descriptions, plan_push
 from .quantizer import holdings_of_blocks, plan_exchange
 from .report import PushReport, WorkerReport
 from .requests import TensorRequest, blocks_by_name, request_tensors
@@ -71,7 +71,6 @@ class PushCoordinator:
         self.mode: Mode = DOUBLE
         self.finite = True  # whether senders check values
         self.bound: BoundPlan
-        self.assignments: Assignments
 
     def set_engines(self, engines: Sequence[Engine]) -> None:
         self._given = list(engines)
@@ -203,21 +202,20 @@ class PushCoordinator:
             )
         self._answers, self._known_layouts, (self.mode,) = answers, digests, modes
         rings = (tuple(answer["ring"]) for answer in answers if "ring" in answer)
-        self.assignments = self.bound.assignments(tuple(rings))
+        self.bound.place(tuple(rings))
         return True
 
     def assignment(self, sender: int) -> bytes:
         """Return the packed assignment of a sender."""
-        assignments = self.assignments
         held = [
             [*zip(*(answer[one] or [None] * len(layout.chunks) for one in ("known", "served")), strict=True)]
-            for answer, layout in zip(self._answers, assignments.layouts, strict=True)
+            for answer, layout in zip(self._answers, self.bound.plan.layouts, strict=True)
         ]
-        known = [held[place.target][place.chunk] for job in assignments.jobs[sender] for place in job.places]
+        known = [held[place.target][place.chunk] for write in self.bound.writes[sender] for place in write.places]
         packed: bytes = msgpack.packb(
             {
-                "writes": assignments.packed[sender],
-                "task": assignments.tasks[sender],
+                "writes": self.bound.packed[sender],
+                "task": self.bound.tasks[sender],
                 "arenas": [answer["arena"] for answer in self._answers],
                 "tokens": [token for answer in self._answers for token in answer["tokens"]],
                 "endpoints": [answer["endpoint"] for answer in self._answers],
@@ -243,7 +241,7 @@ class PushCoordinator:
 
     def verify(self, outcomes: Sequence[SenderResult], version: int | str, budget: Budget) -> None:
         """First phase of the commit: every worker verifies every chunk."""
-        digests, unchanged = self.assignments.chunk_digests(outcomes)
+        digests, unchanged = self.bound.chunk_digests(outcomes)
         receivers = [worker.receiver for worker in self.bound.workers]
         by_worker = dict(zip(receivers, zip(digests, unchanged, strict=True), strict=True))
         self._ask_all("verify", {"version": version, "chunks": by_worker, "finite": self.finite}, budget)
@@ -300,7 +298,7 @@ class PushCoordinator:
         self._leave_out(failed)
 
     def report(self, outcomes: Sequence[SenderResult], version: int | str, seconds: dict[str, float]) -> PushReport:
-        nbytes, written = self.assignments.nbytes_by_fate(outcomes, is_broadcast=self._group is not None)
+        nbytes, written = self.bound.nbytes_by_fate(outcomes, is_broadcast=self._group is not None)
         workers = [
             WorkerReport(self._engines[of.engine].name, of.number, of.host, sum(layout.sizes), *counted)
             for of, layout, counted in zip(self.bound.workers, self.bound.plan.layouts, nbytes, strict=True)

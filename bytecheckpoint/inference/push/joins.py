@@ -154,7 +154,7 @@ class Join(Push):
         self._has_hold = False
 
     def _begin_all(self, coordinator: PushCoordinator, budget: Budget) -> None:
-        self.progress.expect(coordinator.assignments.nbytes)
+        self.progress.expect(coordinator.bound.nbytes)
         assignments = {worker: coordinator.assignment(sender) for sender, worker in enumerate(self._workers)}
         message = {
             "transaction": self._transaction,

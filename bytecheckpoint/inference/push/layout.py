@@ -189,16 +189,35 @@ def choose_senders(sizes: Sequence[int], holders: Sequence[Sequence[int]], sende
     return chosen
 
 
+class ChunkTarget(NamedTuple):
+    """Where a chunk goes: number ``chunk`` of ``target``, at ``offset`` bytes in that target's memory. In a stream, the
+    chunk belongs to a ``wave``. Offset and wave depend on the memory that targets provide, and are 0 until then."""
+
+    target: int
+    chunk: int
+    offset: int = 0
+    wave: int = 0
+
+
 @dataclass(frozen=True)
 class Write:
-    """One sender casts ``box`` of the tensor ``name`` to ``dtype`` and writes it into chunk ``c`` of target ``t`` for
-    each ``(t, c)`` of ``chunks``."""
+    """One sender casts ``box`` of the tensor ``name`` to ``dtype`` and writes it to ``places``, one chunk each."""
 
     name: str
     box: Box
     dtype: DType
-    chunks: tuple[tuple[int, int], ...]
+    places: tuple[ChunkTarget, ...]
 
     @cached_property
     def nbytes(self) -> int:
+        """The size in one place."""
         return self.box.numel * self.dtype.itemsize
+
+    @property
+    def nbytes_of_places(self) -> int:
+        return self.nbytes * len(self.places)
+
+    @cached_property
+    def room(self) -> int:
+        """The bytes that the chunk takes in memory with others."""
+        return align(self.nbytes)

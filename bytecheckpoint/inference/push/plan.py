@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,12 +21,11 @@ from ...tensors.geometry import Box
 from ..layouts.hub_names import scale_name
 from ..layouts.parts import TensorBox
 from .block_quantization import Blocks, cut_blocks
-from .layout import Holding, Layout, Waves, Write, choose_senders
+from .layout import ChunkTarget, Holding, Layout, Waves, Write, choose_senders
 from .messages import Table, check_faults, list_faults
 from .quantizer import MaximaExchange, pack_task
-from .transports.base import ChunkTarget
 from .transports.group_transport import plan_receptions
-from .writing import SENT, UNCHANGED, Job, SenderResult, pack_writes
+from .writing import SENT, UNCHANGED, SenderResult, pack_writes
 
 CHUNK_BYTES = 4 << 20
 """The default size limit of a chunk: small enough to overlap and to name a damaged range, large enough to hash and send
@@ -87,17 +86,17 @@ def plan_push(
     chunking = _Chunking(held, chunk_bytes, blocks or {})
     made = [[(at, box) for at, part in enumerate(parts) for box in chunking.chunks(part)] for parts in requested]
     chunking.raise_faults()
-    targets: dict[_Key, list[tuple[int, int]]] = {key: [] for key in _common_order(requested, made)}
-    rank = {key: number for number, key in enumerate(targets)}
+    places: dict[_Key, list[ChunkTarget]] = {key: [] for key in _common_order(requested, made)}
+    rank = {key: number for number, key in enumerate(places)}
     layouts: list[Layout] = []
     for number, (parts, chunks) in enumerate(zip(requested, made, strict=True)):
         chunks.sort(key=lambda chunk: rank[_key(parts, chunk)])
         layouts.append(Layout(tuple(parts), tuple(chunks)))
         for at, chunk in enumerate(chunks):
-            targets[_key(parts, chunk)].append((number, at))
-    sizes = [box.numel * dtype.itemsize * len(where) for (_, box, dtype), where in targets.items()]
-    chosen = choose_senders(sizes, [chunking.owners[key] for key in targets], senders)
-    writes = (Write(*key, tuple(where)) for key, where in targets.items())
+            places[_key(parts, chunk)].append(ChunkTarget(number, at))
+    sizes = [box.numel * dtype.itemsize * len(where) for (_, box, dtype), where in places.items()]
+    chosen = choose_senders(sizes, [chunking.owners[key] for key in places], senders)
+    writes = (Write(*key, tuple(where)) for key, where in places.items())
     order = tuple(zip(chosen, writes, strict=True))
     return Plan(tuple(layouts), order, senders)
 
@@ -207,24 +206,59 @@ class Worker:
     host: str
 
 
-@dataclass(frozen=True)
-class Assignments:
-    """The jobs and quantization tasks of all senders, and the layouts of all targets."""
+Rings = tuple[tuple[int, int], ...]
+"""The slots and slot bytes of each target's ring buffer; empty when targets have arenas."""
 
-    layouts: tuple[Layout, ...]
-    jobs: list[list[Job]]
-    packed: list[bytes]
-    tasks: list[bytes]
+
+class BoundPlan:
+    """A plan, with the workers and tables for which it was made.
+
+    ``tables`` holds the digest of each engine's table, ``blocks`` the blocks of the quantized tensors, and ``exchange``
+    the exchange of maxima for blocks that are split between senders. After ``place``, it has the ``writes`` of each
+    sender, also ``packed``.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        workers: list[Worker],
+        tables: list[bytes],
+        blocks: dict[str, Blocks],
+        exchange: MaximaExchange,
+    ) -> None:
+        self.plan, self.workers, self.tables, self.exchange = plan, workers, tables, exchange
+        self.tasks = [pack_task(blocks, exchange, sender) for sender in range(plan.senders)]
+        self._scales = {scale_name(name) for name in blocks}
+        self._rings: Rings | None = None
+        self.writes: list[list[Write]] = []
+        self.packed: list[bytes] = []
+
+    def place(self, rings: Rings) -> None:
+        """Put the chunks into arenas or into ring buffers."""
+        if self._rings != rings:
+            places = _places(self.plan.layouts, rings)
+            self.writes = [
+                [
+                    replace(write, places=tuple(places[one.target][one.chunk] for one in write.places))
+                    for write in (writes if rings else self._scales_last(writes))
+                ]
+                for writes in self.plan.writes
+            ]
+            self.packed, self._rings = [pack_writes(writes) for writes in self.writes], rings
+
+    def _scales_last(self, writes: Sequence[Write]) -> Sequence[Write]:
+        """Change the order, which is free in arenas: the maxima of blocks are known when their scales are made."""
+        return sorted(writes, key=lambda write: write.name in self._scales)
 
     @property
     def nbytes(self) -> int:
         """The bytes that all senders write when no worker holds any of them yet."""
-        return sum(job.nbytes for jobs in self.jobs for job in jobs)
+        return sum(write.nbytes_of_places for writes in self.writes for write in writes)
 
     def chunk_digests(self, outcomes: Sequence[SenderResult]) -> tuple[list[list[int]], list[list[int]]]:
         """Return the digest of every chunk of each target, and the chunks that a target copies from what it serves."""
-        digests = [[0] * len(layout.chunks) for layout in self.layouts]
-        unchanged: list[list[int]] = [[] for _ in self.layouts]
+        digests = [[0] * len(layout.chunks) for layout in self.plan.layouts]
+        unchanged: list[list[int]] = [[] for _ in digests]
         for _, _, place, digest, fate in self._fates(outcomes):
             digests[place.target][place.chunk] = digest
             if fate == UNCHANGED:
@@ -236,65 +270,21 @@ class Assignments:
     ) -> tuple[list[list[int]], list[int]]:
         """Return the bytes of each target by fate, and the bytes that left each sender; a broadcast chunk leaves it
         once."""
-        counted = [[0, 0, 0] for _ in self.layouts]
+        counted = [[0, 0, 0] for _ in self.plan.layouts]
         written = [0] * len(outcomes)
-        for sender, job, place, _, fate in self._fates(outcomes):
-            counted[place.target][fate] += job.write.nbytes
-            if fate == SENT and not (is_broadcast and place != job.places[0]):
-                written[sender] += job.write.nbytes
+        for sender, write, place, _, fate in self._fates(outcomes):
+            counted[place.target][fate] += write.nbytes
+            if fate == SENT and not (is_broadcast and place != write.places[0]):
+                written[sender] += write.nbytes
         return counted, written
 
-    def _fates(self, outcomes: Sequence[SenderResult]) -> Iterator[tuple[int, Job, ChunkTarget, int, int]]:
-        """Yield the sender, job, place, digest and fate of each chunk of each target."""
-        for sender, (jobs, outcome) in enumerate(zip(self.jobs, outcomes, strict=True)):
+    def _fates(self, outcomes: Sequence[SenderResult]) -> Iterator[tuple[int, Write, ChunkTarget, int, int]]:
+        """Yield the sender, write, place, digest and fate of each chunk of each target."""
+        for sender, (writes, outcome) in enumerate(zip(self.writes, outcomes, strict=True)):
             fates = iter(outcome.fates)
-            for job, digest in zip(jobs, outcome.digests, strict=True):
-                for place in job.places:
-                    yield sender, job, place, digest, next(fates)
-
-
-Rings = tuple[tuple[int, int], ...]
-"""The slots and slot bytes of each target's ring buffer; empty when targets have arenas."""
-
-
-@dataclass(frozen=True)
-class BoundPlan:
-    """A plan, with the workers and tables for which it was made.
-
-    ``tables`` holds the digest of each engine's table, ``blocks`` the blocks of the quantized tensors, and ``exchange``
-    the exchange of maxima for blocks that are split between senders.
-    """
-
-    plan: Plan
-    workers: list[Worker]
-    tables: list[bytes]
-    blocks: dict[str, Blocks]
-    exchange: MaximaExchange
-    _assigned: dict[Rings, Assignments] = field(default_factory=dict)
-
-    def assignments(self, rings: Rings) -> Assignments:
-        """Return the jobs, with places in arenas or in ring buffers."""
-        if rings not in self._assigned:
-            self._assigned.clear()
-            self._assigned[rings] = self._assign(rings)
-        return self._assigned[rings]
-
-    def _assign(self, rings: Rings) -> Assignments:
-        layouts = self.plan.layouts
-        places = _places(layouts, rings)
-        jobs = [
-            [Job(write, tuple(places[target][chunk] for target, chunk in write.chunks)) for write in writes]
-            for writes in (self._in_order(writes, is_streamed=bool(rings)) for writes in self.plan.writes)
-        ]
-        tasks = [pack_task(self.blocks, self.exchange, sender) for sender in range(self.plan.senders)]
-        return Assignments(layouts, jobs, [pack_writes(of_sender) for of_sender in jobs], tasks)
-
-    def _in_order(self, writes: Sequence[Write], *, is_streamed: bool) -> Sequence[Write]:
-        """Put scales last where the order is free: the maxima of their blocks are known by then."""
-        if is_streamed or not self.blocks:
-            return writes
-        scales = {scale_name(name) for name in self.blocks}
-        return sorted(writes, key=lambda write: write.name in scales)
+            for write, digest in zip(writes, outcome.digests, strict=True):
+                for place in write.places:
+                    yield sender, write, place, digest, next(fates)
 
 
 def _places(layouts: Sequence[Layout], rings: Rings) -> list[list[ChunkTarget]]:
@@ -302,7 +292,7 @@ def _places(layouts: Sequence[Layout], rings: Rings) -> list[list[ChunkTarget]]:
     slots = rings or tuple((1, layout.nbytes) for layout in layouts)
     waves = [Waves(layout, *ring) for layout, ring in zip(layouts, slots, strict=True)]
     return [
-        [ChunkTarget(target, of.offset(chunk), chunk, of.wave_of[chunk]) for chunk in range(len(of.layout.chunks))]
+        [ChunkTarget(target, chunk, of.offset(chunk), of.wave_of[chunk]) for chunk in range(len(of.layout.chunks))]
         for target, of in enumerate(waves)
     ]
 

@@ -303,8 +303,7 @@ class RankPush(Push):
             for ring in rings.values():
                 ring.check()
 
-        first_places = [(job.places[0].target, job.places[0].chunk) for job in self.sender.jobs]
-        transport = GroupTransport(group, self.op.world_size, first_places, check)
+        transport = GroupTransport(group, self.op.world_size, self.sender.writes, check)
         return dict.fromkeys(range(len(self._assignment.rings)), transport)
 
 

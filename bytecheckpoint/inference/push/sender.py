@@ -1,4 +1,4 @@
-"""One sender: its jobs, and how it reaches the workers.
+"""One sender: its writes, and how it reaches the workers.
 
 A sender is a rank of the job, or a worker of an engine that others join.
 """
@@ -19,6 +19,7 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.runs import runs_of
 from ...tensors.shards import torch_dtype
 from .block_quantization import QUANTIZED
+from .layout import Write
 from .quantizer import Quantizer
 from .sources import PushSource
 from .transports.base import Transport, word_digests, xxh3_digests
@@ -26,7 +27,7 @@ from .transports.cuda_ipc import compute_device
 from .transports.group import Membership
 from .transports.shared_memory import ArenaAddress, SharedMemoryTransport, attach
 from .transports.tcp import TcpTransport
-from .writing import ChunkFormat, Job, check_finite, unpack_writes, write_all
+from .writing import ChunkFormat, check_finite, unpack_writes, write_all
 
 _CHECKED_BYTES = 64 << 20  # fetched and checked at once
 # Made, hashed and delivered at once. In host memory, a chunk that the cache still holds is hashed and copied faster; a
@@ -36,7 +37,7 @@ _RUN_BYTES, _DEVICE_RUN_BYTES = 4 << 20, 32 << 20
 
 @dataclass(frozen=True)
 class PushAssignment:
-    """What a sender must know for one push, besides its jobs. ``rings`` is empty unless weights are streamed."""
+    """What a sender must know for one push, besides its writes. ``rings`` is empty unless weights are streamed."""
 
     arenas: list[ArenaAddress | None]
     tokens: list[str]
@@ -48,26 +49,26 @@ class PushAssignment:
 
 
 class Sender:
-    """A sender's jobs, its mappings of arenas, and its group."""
+    """A sender's writes, its mappings of arenas, and its group."""
 
     def __init__(self, deadline_s: float, *, tcp_only: bool) -> None:
         self.deadline_s, self.tcp_only = deadline_s, tcp_only
         self.finite = False  # whether all values must be finite
         self._is_checked = False  # whether those of this push are
-        self._found_finite: list[int] = []  # the digests of the jobs of the last push, whose values were finite
+        self._found_finite: list[int] = []  # the digests of the writes of the last push, whose values were finite
         self.task = self._packed = b""
-        self.jobs: list[Job] = []
+        self.writes: list[Write] = []
         self.group = Membership()
         self._mapped: dict[str, SharedMemoryTransport] = {}
 
     @property
     def targets(self) -> list[int]:
-        return sorted({place.target for job in self.jobs for place in job.places})
+        return sorted({place.target for write in self.writes for place in write.places})
 
     @property
     def nbytes(self) -> int:
         """The bytes that this sender writes when no worker holds any of them yet."""
-        return sum(job.nbytes for job in self.jobs)
+        return sum(write.nbytes_of_places for write in self.writes)
 
     def take(self, packed: bytes) -> PushAssignment:
         """Unpack an assignment."""
@@ -75,7 +76,7 @@ class Sender:
         plain = msgpack.unpackb(packed)
         writes, self.task = plain.pop("writes"), plain.pop("task")
         if writes != self._packed:
-            self.jobs, self._packed, self._found_finite = unpack_writes(writes), writes, []
+            self.writes, self._packed, self._found_finite = unpack_writes(writes), writes, []
         plain["arenas"] = [address and ArenaAddress(*address) for address in plain["arenas"]]
         return PushAssignment(**plain)
 
@@ -107,11 +108,12 @@ class Sender:
             return
         stored = {name: meta.dtype for name, meta in source.table.rows}
         # Scales are not stored; their weights are checked.
-        for run in runs_of([job for job in self.jobs if job.write.name in stored], attrgetter("room"), _CHECKED_BYTES):
-            writes = dict.fromkeys((job.write.name, job.write.box, job.write.dtype) for job in run)
-            fetched = source.fetch([(name, box) for name, box, _ in writes])
+        writes = [write for write in self.writes if write.name in stored]
+        for run in runs_of(writes, attrgetter("room"), _CHECKED_BYTES):
+            distinct = dict.fromkeys((write.name, write.box, write.dtype) for write in run)
+            fetched = source.fetch([(name, box) for name, box, _ in distinct])
             checked = []
-            for (name, box, dtype), elements in zip(writes, fetched, strict=True):
+            for (name, box, dtype), elements in zip(distinct, fetched, strict=True):
                 # A cast may overflow, where quantizing scales.
                 is_cast = dtype != QUANTIZED and not is_lossless_cast(stored[name], dtype)
                 checked.append(
@@ -139,12 +141,12 @@ class Sender:
         check: Callable[[], None],
         on_written: Callable[[int], None],
     ) -> bytes:
-        """Run the jobs like ``write_all``, and return the packed outcome."""
+        """Make the writes like ``write_all``, and return the packed outcome."""
         finite = self.finite and not self._is_checked
         form = ChunkFormat(torch.device("cpu"), xxh3_digests, finite, _RUN_BYTES, self._found_finite)
         if assignment.on_device:
             form = ChunkFormat(compute_device(), word_digests, finite, _DEVICE_RUN_BYTES, self._found_finite)
-        outcome = write_all(source, self.jobs, quantizer, transports, assignment.known, form, check, on_written)
+        outcome = write_all(source, self.writes, quantizer, transports, assignment.known, form, check, on_written)
         self._found_finite = outcome.digests if self.finite else []
         packed: bytes = msgpack.packb(outcome)
         return packed
@@ -154,4 +156,4 @@ class Sender:
         for transport in self._mapped.values():
             transport.close()
         self._mapped.clear()
-        self.jobs, self.task, self._packed, self._found_finite = [], b"", b"", []
+        self.writes, self.task, self._packed, self._found_finite = [], b"", b"", []

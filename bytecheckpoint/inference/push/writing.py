@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -19,10 +18,10 @@ from ...runtime.threads import Threads
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from ...tensors.runs import runs_of
-from .layout import Write, align
+from .layout import ChunkTarget, Write
 from .quantizer import Quantizer, torch_dtype_of
 from .sources import PushSource
-from .transports.base import THREADS, ChunkTarget, Digests, OutgoingChunk, Transport
+from .transports.base import THREADS, Digests, OutgoingChunk, Transport
 from .transports.cuda_ipc import synchronize
 
 _CHECK_S = 0.5
@@ -33,28 +32,10 @@ SENT, UNCHANGED, KEPT = range(3)
 already holds it."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """A ``Write``, and the place of the chunk in each of its targets."""
+class _Making(NamedTuple):
+    """A write, the elements of its box, the digests that each of its places has already, and that of finite values."""
 
     write: Write
-    places: tuple[ChunkTarget, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """The total size in all places."""
-        return self.write.nbytes * len(self.places)
-
-    @cached_property
-    def room(self) -> int:
-        """The bytes that the chunk takes in memory with others."""
-        return align(self.write.nbytes)
-
-
-class _Making(NamedTuple):
-    """A job, the elements of its box, the digests that each of its places has already, and that of finite values."""
-
-    job: Job
     tensor: torch.Tensor
     known: Sequence[Sequence[Any]]
     finite: int | None
@@ -76,7 +57,7 @@ class ChunkFormat:
         digests: Their digest function.
         finite: Whether their values must be finite.
         run_bytes: How many bytes are made at once.
-        found_finite: The digest with which each job's values are known to be finite.
+        found_finite: The digest with which each write's values are known to be finite.
     """
 
     device: torch.device
@@ -86,20 +67,15 @@ class ChunkFormat:
     found_finite: Sequence[int] = ()
 
 
-def pack_writes(jobs: Sequence[Job]) -> bytes:
-    packed: bytes = msgpack.packb(
-        [(job.write.name, *job.write.box, job.write.dtype.name, job.write.chunks, job.places) for job in jobs]
-    )
+def pack_writes(writes: Sequence[Write]) -> bytes:
+    packed: bytes = msgpack.packb([(write.name, *write.box, write.dtype.name, write.places) for write in writes])
     return packed
 
 
-def unpack_writes(data: bytes) -> list[Job]:
+def unpack_writes(data: bytes) -> list[Write]:
     return [
-        Job(
-            Write(name, Box(offsets, lengths), find_dtype(dtype), chunks),
-            tuple(ChunkTarget(*place) for place in places),
-        )
-        for name, offsets, lengths, dtype, chunks, places in msgpack.unpackb(data, use_list=False)
+        Write(name, Box(offsets, lengths), find_dtype(dtype), tuple(ChunkTarget(*place) for place in places))
+        for name, offsets, lengths, dtype, places in msgpack.unpackb(data, use_list=False)
     ]
 
 
@@ -130,7 +106,7 @@ def _is_surely_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 def write_all(
     source: PushSource,
-    jobs: Sequence[Job],
+    writes: Sequence[Write],
     quantizer: Quantizer,
     transports: Mapping[int, Transport],
     known: Sequence[Sequence[Any]],
@@ -138,37 +114,36 @@ def write_all(
     check: Callable[[], None],
     on_written: Callable[[int], None],
 ) -> SenderResult:
-    """Run a sender's jobs, and finish all transports.
+    """Make a sender's writes, and finish all transports.
 
     Args:
         source: The sender's tensors.
-        jobs: The writes, in order.
+        writes: The writes, in order.
         quantizer: Quantizes the tensors that engines request quantized.
         transports: The transport to each target.
         known: For each place, the digests that the arena and the served version have there (None where unknown).
         chunk_format: Where and how chunks are made.
         check: Called now and then; raises when the push is over.
-        on_written: Called with the bytes of each finished job.
+        on_written: Called with the bytes of finished writes.
     """
     digests: list[int] = []
     fates = bytearray()
-    sizes = [job.room for job in jobs]
+    sizes = [write.room for write in writes]
     longest = min(sum(sizes), max(chunk_format.run_bytes, *sizes)) if sizes else 0
     writer = _Writer(transports, longest, quantizer, chunk_format)
     at, finite = 0, iter(chunk_format.found_finite)
     with Threads(THREADS, thread_name_prefix="bcp-push-write") as threads:
-        for batch in runs_of(jobs, attrgetter("room"), max(_BATCH_BYTES, THREADS * chunk_format.run_bytes)):
+        for batch in runs_of(writes, attrgetter("room"), max(_BATCH_BYTES, THREADS * chunk_format.run_bytes)):
             check()
-            writes = [job.write for job in batch]
-            fetches = quantizer.fetches(writes)
+            fetches = quantizer.fetches(batch)
             fetched = source.fetch([(fetch.name, fetch.box) for fetch in fetches])
             synchronize(fetched)  # the threads below use other streams than this one may
-            tensors = quantizer.elements(writes, fetches, fetched, threads)
+            tensors = quantizer.elements(batch, fetches, fetched, threads)
             making = []
-            for job, tensor in zip(batch, tensors, strict=True):
-                making.append(_Making(job, tensor, known[at : at + len(job.places)], next(finite, None)))
-                at += len(job.places)
-            runs = list(runs_of(making, attrgetter("job.room"), chunk_format.run_bytes))
+            for write, tensor in zip(batch, tensors, strict=True):
+                making.append(_Making(write, tensor, known[at : at + len(write.places)], next(finite, None)))
+                at += len(write.places)
+            runs = list(runs_of(making, attrgetter("write.room"), chunk_format.run_bytes))
             writing = [threads.submit(writer.write, run) for run in runs]
             left = dict(zip(writing, runs, strict=True))
             try:
@@ -179,7 +154,7 @@ def write_all(
                         check()
                     for one in done:
                         one.result()
-                        on_written(sum(made.job.nbytes for made in left.pop(one)))
+                        on_written(sum(made.write.nbytes_of_places for made in left.pop(one)))
             except BaseException:
                 for transport in transports.values():
                     transport.interrupt()  # other threads may be waiting
@@ -211,17 +186,17 @@ class _Writer:
             check_finite(
                 [
                     # Where values stay as they are, the device that holds them checks them.
-                    (job.write.name, job.write.box, tensor if tensor.dtype == dtype else data.view(dtype))
-                    for (job, tensor, _, finite), data, digest in zip(run, made, digests, strict=True)
+                    (write.name, write.box, tensor if tensor.dtype == dtype else data.view(dtype))
+                    for (write, tensor, _, finite), data, digest in zip(run, made, digests, strict=True)
                     if digest != finite
-                    for dtype in [torch_dtype_of(job.write)]
+                    for dtype in [torch_dtype_of(write)]
                 ]
             )
         fates = bytearray()
         ready: dict[Transport, list[OutgoingChunk]] = {}
-        for (job, _, known, _), data, digest in zip(run, made, digests, strict=True):
+        for (write, _, known, _), data, digest in zip(run, made, digests, strict=True):
             places: dict[Transport, list[ChunkTarget]] = {}
-            for place, (in_arena, in_served) in zip(job.places, known, strict=True):
+            for place, (in_arena, in_served) in zip(write.places, known, strict=True):
                 if in_arena == digest:
                     fates.append(KEPT)
                 elif in_served == digest:
@@ -242,12 +217,11 @@ class _Writer:
     def _make(self, run: Sequence[_Making]) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
         used = 0
-        for job, tensor, *_ in run:
-            write = job.write
+        for write, tensor, *_ in run:
             data = self._quantizer.unchanged_bytes(tensor, write, self._format.device)
             if data is None:
                 data = self._scratch(tensor)[used : used + write.nbytes]
-                used += job.room
+                used += write.room
                 self._quantizer.fill(data.view(torch_dtype_of(write)).view(write.box.lengths), tensor, write)
             made.append(data)
         return made

@@ -12,6 +12,7 @@ import xxhash
 
 from ....errors import EngineError
 from ....frameworks.digests import digest_on_device
+from ..layout import ChunkTarget
 
 THREADS = min(4, len(os.sched_getaffinity(0)))
 """How many threads of a process make, copy and hash chunks."""
@@ -19,16 +20,6 @@ THREADS = min(4, len(os.sched_getaffinity(0)))
 Digests = Callable[[Sequence[torch.Tensor]], list[int]]
 """Maps tensors of contiguous bytes to unsigned 64-bit numbers. A device computes those of several chunks at once,
 because waiting for it takes longer than the computation."""
-
-
-class ChunkTarget(NamedTuple):
-    """Where a chunk goes: ``offset`` bytes into the memory of ``target``, as that target's number ``chunk``. In a
-    stream, the chunk belongs to a ``wave``."""
-
-    target: int
-    offset: int
-    chunk: int = 0
-    wave: int = 0
 
 
 class OutgoingChunk(NamedTuple):

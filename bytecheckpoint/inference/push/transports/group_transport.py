@@ -19,9 +19,9 @@ import torch
 
 from ....errors import BytecheckpointError, EngineError
 from ....runtime.threads import run_daemon
-from ..layout import ArrivedChunk, Write
+from ..layout import ArrivedChunk, ChunkTarget, Write
 from ..messages import SenderLost
-from .base import ChunkTarget, OutgoingChunk, Transport, TransportBroken
+from .base import OutgoingChunk, Transport, TransportBroken
 from .cuda_ipc import synchronize
 from .group import Check, Group, GroupAddress, Membership
 from .ring import RingBuffer
@@ -48,27 +48,27 @@ def plan_receptions(order: Sequence[tuple[int, Write]], senders: int, targets: i
     """Return what each target receives, in the common ``order`` of writes; each write comes with its sender."""
     found: list[list[Reception]] = [[] for _ in range(targets)]
     for sender, write in order:
-        members = tuple(sorted({senders + target for target, _ in write.chunks}))
-        root = senders + _root(write.chunks)
+        members = tuple(sorted({senders + place.target for place in write.places}))
+        root = senders + _root(write.places)
         for member in members:
-            chunks = tuple(chunk for target, chunk in write.chunks if senders + target == member)
+            chunks = tuple(place.chunk for place in write.places if senders + place.target == member)
             found[member - senders].append(Reception(sender, root, members, chunks, write.nbytes))
     return found
 
 
-def _root(chunks: Sequence[tuple[int, int]]) -> int:
+def _root(places: Sequence[ChunkTarget]) -> int:
     """Return the target that gets a chunk from its sender: a different one from chunk to chunk, to spread the work."""
-    targets = sorted({target for target, _ in chunks})
-    return targets[chunks[0][1] % len(targets)]
+    targets = sorted({place.target for place in places})
+    return targets[places[0].chunk % len(targets)]
 
 
 class GroupTransport(Transport):
-    """Sends chunks to the roots of their replica sets, in the order of ``chunks``: the target and number of the first
-    place of each write of this sender. Raises ``TransportBroken``, and what ``check`` raises."""
+    """Sends chunks to the roots of their replica sets, in the order of this sender's ``writes``. Raises
+    ``TransportBroken``, and what ``check`` raises."""
 
-    def __init__(self, group: Group, senders: int, chunks: Sequence[tuple[int, int]], check: Check) -> None:
+    def __init__(self, group: Group, senders: int, writes: Sequence[Write], check: Check) -> None:
         self._group, self._senders, self._check = group, senders, check
-        self._number = {chunk: number for number, chunk in enumerate(chunks)}
+        self._number = {write.places[0]: number for number, write in enumerate(writes)}
         self._next = 0
         self._changed = threading.Condition()
         self._is_interrupted = False
@@ -78,15 +78,14 @@ class GroupTransport(Transport):
             self._write(*chunk)
 
     def _write(self, places: Sequence[ChunkTarget], data: torch.Tensor, digest: int) -> None:
-        number = self._number[places[0].target, places[0].chunk]
+        number = self._number[places[0]]
         with self._changed:
             self._changed.wait_for(lambda: self._next == number or self._is_interrupted)
             if self._is_interrupted:
                 raise TransportBroken("this sender ended the transfer")
-        root = _root([(place.target, place.chunk) for place in places])
         label = torch.frombuffer(bytearray(digest.to_bytes(8, "big")), dtype=torch.uint8).to(self._group.device)
         synchronize([data, label])  # the group uses other streams
-        self._group.send(self._senders + root, [data, label], self._check)
+        self._group.send(self._senders + _root(places), [data, label], self._check)
         with self._changed:
             self._next += 1
             self._changed.notify_all()
