@@ -31,7 +31,7 @@ from ..inference.push import (
     PushReport,
     adapter_config,
 )
-from ..inference.push.engines.answers import PauseMode
+from ..inference.push.engines.rpc import PauseMode
 from ..inference.push.engines.vllm import TOKEN_VARIABLE
 from ..inference.push.transports.group import GroupBackend
 from ..runtime import DEFAULT_DEADLINE_S

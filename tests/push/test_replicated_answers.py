@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bytecheckpoint.errors import EngineError
-from bytecheckpoint.inference.push.engines.answers import post_answer
+from bytecheckpoint.inference.push.engines.rpc import post_answer
 from bytecheckpoint.inference.push.engines.vllm import HttpEngine
 from bytecheckpoint.testing import time_limit
 

@@ -16,7 +16,7 @@ from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 from bytecheckpoint.errors import DeadlineError, EngineError, UsageError
 from bytecheckpoint.inference.push import LocalEngine, Pusher, RpcEngine
 from bytecheckpoint.inference.push.engines import rpc
-from bytecheckpoint.inference.push.engines.answers import REPLICATED, post_answer
+from bytecheckpoint.inference.push.engines.rpc import REPLICATED, post_answer
 from bytecheckpoint.testing import time_limit
 
 

@@ -17,7 +17,7 @@ import bytecheckpoint.inference.vllm as package
 from bytecheckpoint.errors import StateError
 from bytecheckpoint.inference.push.messages import decode, encode
 from bytecheckpoint.inference.vllm import private
-from bytecheckpoint.inference.vllm.adapter_slots import keep_adapters
+from bytecheckpoint.inference.vllm.private import keep_adapters
 from bytecheckpoint.inference.vllm.worker import WorkerExtension, answer
 from bytecheckpoint.testing import time_limit
 

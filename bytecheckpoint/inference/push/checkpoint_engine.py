@@ -26,8 +26,8 @@ from ...runtime.threads import run_daemon
 from ...tensors.runs import runs_of
 from .checkpoint_engine_update import Handle, Update, zeromq
 from .engine_model import EngineModel
-from .engines.answers import PauseMode
 from .engines.base import split_target
+from .engines.rpc import PauseMode
 from .engines.vllm import HttpEngine
 from .guard import ExitGuard
 from .messages import decode

@@ -42,7 +42,7 @@ from ..push.engine_model import EngineModel
 from ..push.receiver import Receiver
 from ..push.replay import Replay
 from ..push.transports.cuda_ipc import compute_device
-from .adapter_slots import keep_adapters
+from .private import keep_adapters
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import StateError, UsageError
-from ..push.engines.answers import REPLICATED, post_answer
 from ..push.engines.base import split_target
+from ..push.engines.rpc import REPLICATED, post_answer
 from ..push.receiver import Receiver, refuse
 from .private import imports_of
 

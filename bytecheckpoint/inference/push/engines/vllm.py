@@ -14,8 +14,8 @@ from urllib.parse import urlencode, urlsplit
 
 from ....errors import DeadlineError, EngineError, UsageError
 from ..guard import tls_context, tls_of
-from .answers import METHOD, CollectiveRpc, MissingMethod, PauseMode
 from .base import Engine, TargetEngine
+from .rpc import METHOD, CollectiveRpc, MissingMethod, PauseMode
 
 _HEALTH_S = 5.0
 _NOT_AUTHENTICATED = (401, 403, 407)
