@@ -28,6 +28,7 @@ class Recorded(Engine):
     def __init__(self, *, pauses: bool = True, late: str = "", transaction: str = "t") -> None:
         self.pauses, self.late, self.transaction = pauses, late, transaction
         self.calls: list[str] = []
+        self.fails_to_apply = False
         self.waits: dict[str, float] = {}
         self.answer: dict[str, Any] = {"version": 2, "inconsistent_reason": "", "applied_by": "t", "is_changing": False}
 
@@ -38,6 +39,9 @@ class Recorded(Engine):
         if kind == self.late:
             raise DeadlineError(f"{kind} takes too long")
         answer = {**self.answer, "transaction": self.transaction, "has_begun": True, "has_sender": False}
+        if kind == "apply" and self.fails_to_apply:
+            failure = {"kind": "EngineError", "message": "no", "faults": [], "traceback_text": "", "serving": ""}
+            answer |= {"failure": failure, "pid": 1, "host": "h"}
         return [encode(answer)]
 
     def pause(self, timeout_s: float) -> None:
@@ -50,20 +54,20 @@ class Recorded(Engine):
 
 
 def _loaded(engine: Engine) -> EngineCommit:
-    commit = EngineCommit(engine, MESSAGE, "")
+    commit = EngineCommit(engine, MESSAGE, "", left_paused=False)
     assert commit.load("apply", Budget(LONG_S)) is None
     return commit
 
 
 def _apply(engine: Engine, *, is_abandoned: bool = False) -> BytecheckpointError | None:
-    commit = EngineCommit(engine, MESSAGE, "", lambda: is_abandoned)
+    commit = EngineCommit(engine, MESSAGE, "", False, lambda: is_abandoned)
     return commit.load("stream", Budget(1.0)) or commit.finish(Budget(1.0))
 
 
 def test_an_engine_resumes_after_applying() -> None:
     engine = Recorded()
     assert _apply(engine) is None
-    assert engine.calls == ["pause", "stream", "status", "resume"]
+    assert engine.calls == ["lease", "pause", "stream", "status", "resume", "end_lease"]
 
 
 def test_an_engine_that_answers_after_the_push_was_abandoned_stays_paused() -> None:
@@ -71,7 +75,7 @@ def test_an_engine_that_answers_after_the_push_was_abandoned_stays_paused() -> N
     engine = Recorded()
     error = _apply(engine, is_abandoned=True)
     assert "it is left paused" in str(error)
-    assert engine.calls == ["pause", "stream"]
+    assert engine.calls == ["lease", "pause", "stream"]
 
 
 @pytest.mark.parametrize("was_inconsistent", [False, True])
@@ -79,7 +83,7 @@ def test_an_engine_that_cannot_pause_is_resumed_unless_it_was_inconsistent(was_i
     engine = Recorded(pauses=False)
     engine.answer["inconsistent_reason"] = "it broke" if was_inconsistent else ""
     assert isinstance(_apply(engine), DeadlineError)
-    assert engine.calls == ["pause", "status", *([] if was_inconsistent else ["resume"])]
+    assert engine.calls == ["lease", "pause", "status", *([] if was_inconsistent else ["resume", "end_lease"])]
 
 
 @pytest.mark.parametrize("pauses", [True, False])
@@ -116,7 +120,17 @@ def test_an_interrupt_waits_as_long_as_the_stage_may_last(caplog: pytest.LogCapt
     engine = Recorded()
     commit = _loaded(engine)
     commit.interrupt(Budget(LONG_S), is_complete=False, is_alone=True)
-    assert engine.calls == ["pause", "apply", "revert", "resolve", "status", "resume"]
+    assert engine.calls == [
+        "lease",
+        "pause",
+        "apply",
+        "revert",
+        "resolve",
+        "status",
+        "resume",
+        "end_lease",
+        "end_lease",
+    ]
     assert min(engine.waits[kind] for kind in ("revert", "resolve", "status")) > LONG_S / 2
 
 
@@ -144,7 +158,7 @@ def test_a_version_of_the_same_name_is_another_one() -> None:
     commit = _loaded(engine)
     engine.answer["applied_by"] = "an earlier push"
     assert commit.undo(Budget(LONG_S)) is None
-    assert engine.calls[-1] == "resume"
+    assert engine.calls[-2:] == ["resume", "end_lease"]
 
 
 @pytest.mark.parametrize("load_fails", [True, False])
@@ -153,13 +167,11 @@ def test_an_engine_that_reverts_too_slowly_is_left_to_its_worker(
 ) -> None:
     """It may be healthy: to end the lease would leave it paused."""
     ended: list[str] = []
-    monkeypatch.setattr(HeldLease, "end", lambda lease, wait_s: ended.append("properly"))
+    monkeypatch.setattr(HeldLease, "end", lambda lease, wait_s, has_resumed: ended.append("properly"))
     monkeypatch.setattr(HeldLease, "lose", lambda lease, revert: ended.append("lost"))
     engine = Recorded(late="revert")
-    one = EngineCommit(engine, MESSAGE, "")
-    if load_fails:
-        failure = {"kind": "EngineError", "message": "no", "faults": [], "traceback_text": "", "serving": ""}
-        engine.answer |= {"failure": failure, "pid": 1, "host": "h"}
+    one = EngineCommit(engine, MESSAGE, "", left_paused=False)
+    engine.fails_to_apply = load_fails
     error = one.load("apply", Budget(LONG_S)) or one.undo(Budget(LONG_S))
     assert "it is unknown what the engine serves now; it is left paused" in str(error)
     assert "the next push resumes it" in str(error)

@@ -231,3 +231,64 @@ def test_a_server_without_versions_of_weights() -> None:
         until(lambda: not engine.paused, "resumed")
         _assert_serves(engine, 1)
         assert engine.look()["log"].count("/update_weight_version") == 2
+
+
+@pytest.fixture
+def paused(engine: ToyEngine) -> Iterator[ToyEngine]:
+    """Its owner has paused it."""
+    engine.pause()
+    yield engine
+    engine.resume()
+
+
+def _count(engine: ToyEngine, *paths: str) -> list[int]:
+    log = engine.look()["log"]
+    return [log.count(path) for path in paths]
+
+
+def test_an_engine_that_its_owner_has_paused_stays_paused(paused: ToyEngine) -> None:
+    before = _count(paused, "/pause", "/resume", "/reset_prefix_cache")
+    with _pusher(paused) as pusher:
+        pusher.push(ToyTrainee(2), version=2)
+        pusher.push(ToyTrainee(3), version=3)
+        pusher.rollback()
+    assert _count(paused, "/pause", "/resume", "/reset_prefix_cache") == [before[0] + 3, before[1], before[2] + 3]
+    assert paused.look()["digests"] == expected_digests(2, 2)
+    paused.resume()
+    _push(paused, 4)
+    _assert_serves(paused, 4)
+
+
+def test_only_a_pause_of_the_owner_outlasts_a_failed_push(engine: ToyEngine) -> None:
+    for version, is_owners in ((2, False), (3, True), (4, False)):
+        if is_owners:
+            engine.pause()
+        engine.fault(1, "fail", 2)
+        with pytest.raises(EngineError, match="is left paused"):
+            _push(engine, version)
+        assert engine.paused
+        _push(engine, version)
+        assert engine.paused is is_owners
+        engine.resume()
+        _assert_serves(engine, version)
+
+
+def _die_when_loaded(rank: int, world_size: int, url: str) -> None:
+    with Pusher(HttpEngine(url), deadline_s=time_limit(30)) as pusher:
+        at = ("push.apply.loaded", "point")
+        telemetry.observe(lambda *seen: os.kill(os.getpid(), signal.SIGKILL) if seen == at else None)
+        pusher.push(ToyTrainee(2), version=2)
+
+
+def test_a_worker_does_not_resume_what_its_owner_has_paused(paused: ToyEngine) -> None:
+    before = _count(paused, "/update_weight_version", "/resume")
+    with RankPool(1) as pool:
+        pool.run(_die_when_loaded, paused.url, expect_death={0: signal.SIGKILL})
+        until(lambda: _count(paused, "/update_weight_version") == [before[0] + 1], "the worker has ended the push")
+    assert _count(paused, "/resume") == before[1:]
+    assert paused.look()["digests"] == expected_digests(2, 2)
+    paused.resume()
+    # A pause after that is the owner's again.
+    paused.pause()
+    _push(paused, 3)
+    assert paused.paused

@@ -31,12 +31,14 @@ class _Handle:
 
     def __init__(self, replicas: Sequence[ToyEngine]) -> None:
         self.calls: list[tuple[str, Any]] = []
-        self.drops_cache = True
+        self.drops_cache, self.is_paused = True, False
         self._replicas = replicas
 
     def __call__(self, method: str, *arguments: Any, **options: Any) -> Any:
         if method == "collective_rpc":
             return self._answers(*options["args"])
+        if method == "is_paused":
+            return self.is_paused
         self.calls.append((method, arguments or options))
         if method == "update_weight_version":
             raise AttributeError("an old release")
@@ -71,9 +73,13 @@ def test_every_replica_and_what_else_is_called(replicas: list[ToyEngine], count:
         names = [name for name, _ in handle.calls]
         assert names == ["pause_generation", "reset_prefix_cache", "update_weight_version", "resume_generation"]
         assert handle.calls[0][1] == {"mode": "keep"}
-        handle.drops_cache = False
+        handle.is_paused = True  # by its owner
+        handle.calls.clear()
+        pusher.push(ToyTrainee(4), version=4)
+        assert [name for name, _ in handle.calls] == names[:-1]
+        handle.is_paused = handle.drops_cache = False
         with pytest.raises(EngineError, match="actor did not drop its prefix cache"):
-            pusher.push(ToyTrainee(4), version=4)
+            pusher.push(ToyTrainee(5), version=5)
 
 
 def test_an_interrupt_is_no_failure_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,26 @@ def test_what_happens_to_requests(server: str, pause: Any) -> None:
         assert ask_server(server, "/is_paused") == {"is_paused": False}
 
 
+def test_an_engine_that_its_owner_has_paused_stays_paused(server: str) -> None:
+    """Also if the sender is killed. A request that waits meanwhile is answered with the new weights."""
+    with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher, ThreadPoolExecutor(1) as threads:
+        pusher.push(made("llama", 17), version=17)
+        tokens_of(server)
+        ask_server(server, "/pause", {})
+        try:
+            waiting = threads.submit(tokens_of, server)
+            pusher.push(made("llama", 18), version=18)
+            assert ask_server(server, "/is_paused")["is_paused"]
+            with RankPool(1) as pool:
+                pool.run(_die, server, "push.apply.loaded", expect_death={0: signal.SIGKILL})
+            until(lambda: ask_server(server, "/weight_info")["weight_version"] == "11", "the worker has ended the push")
+            assert ask_server(server, "/is_paused")["is_paused"]
+            assert not waiting.done()
+        finally:
+            ask_server(server, "/resume", {})
+        assert waiting.result() == tokens_of(server) == reference_tokens(made("llama", 11))
+
+
 def _die(rank: int, world_size: int, url: str, point: str) -> None:
     telemetry.observe(lambda name, event: os.kill(os.getpid(), signal.SIGKILL) if name == point else None)
     with Pusher(HttpEngine(url), deadline_s=time_limit(120)) as pusher:

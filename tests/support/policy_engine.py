@@ -83,9 +83,15 @@ def policy_engine(config: LlamaConfig) -> Iterator[PolicyEngine]:
     engine = PolicyEngine(config)
 
     class Front(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send({"is_paused": engine.is_paused})
+
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            data = json.dumps(engine.post(self.path, json.loads(body) if body else {})).encode()
+            self._send(engine.post(self.path, json.loads(body) if body else {}))
+
+        def _send(self, document: dict[str, Any]) -> None:
+            data = json.dumps(document).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

@@ -309,6 +309,11 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             pipe.send([worker.model.digest(), *counts])
 
 
+def _is_paused(log: Sequence[str]) -> bool:
+    requests = [path for path in log if path in ("/pause", "/resume")]
+    return requests[-1:] == ["/pause"]
+
+
 class _Front(BaseHTTPRequestHandler):
     pipes: list[Connection]
     pids: list[int]
@@ -321,7 +326,10 @@ class _Front(BaseHTTPRequestHandler):
     lock = threading.Lock()
 
     def do_GET(self) -> None:
-        self._send(503 if _Front.is_dead else 200, {})
+        if self.path == "/is_paused":
+            self._send(200, {"is_paused": _is_paused(self.log)})
+        else:
+            self._send(503 if _Front.is_dead else 200, {})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -433,8 +441,14 @@ class ToyEngine:
 
     @property
     def paused(self) -> bool:
-        requests = [path for path in self.look()["log"] if path in ("/pause", "/resume")]
-        return requests[-1:] == ["/pause"]
+        return _is_paused(self.look()["log"])
+
+    def pause(self) -> None:
+        """As the engine's owner does."""
+        self._post("/pause", {})
+
+    def resume(self) -> None:
+        self._post("/resume", {})
 
     def _post(self, path: str, document: Any) -> Any:
         request = urllib.request.Request(self.url + path, json.dumps(document).encode(), method="POST")

@@ -120,6 +120,9 @@ class IpcEngine(HttpEngine):
     def address(self) -> dict[str, Any] | None:
         return None  # its workers have no receiver, so they do not know what they serve
 
+    def note_pause(self, timeout_s: float, *, left_paused: bool) -> None:
+        """Does nothing: only workers with a receiver know whether a push has left an engine paused."""
+
     def pause(self, timeout_s: float) -> None:
         self.resume_on_exit()
         super().pause(timeout_s)
@@ -143,7 +146,7 @@ class IpcEngine(HttpEngine):
         Raises:
             EngineError: The engine failed, or has no endpoint for updates.
         """
-        self._post("/collective_rpc", {"method": "update_weights_from_ipc", "args": [names]}, _UNBOUNDED_S)
+        self._request("/collective_rpc", {"method": "update_weights_from_ipc", "args": [names]}, _UNBOUNDED_S)
 
     def close(self) -> None:
         self._receiver.close()

@@ -27,12 +27,14 @@ class EngineCommit:
 
     An engine that serves no consistent version, or of which that is unknown, is left paused. When the engine answers
     after the coordinator ``is_abandoned``, the next push may have begun, and this one sends it no further request.
-    ``holder`` is the receiver of the engine's first worker, which holds the lease.
+    ``holder`` is the receiver of the engine's first worker, which holds the lease. ``left_paused`` states that another
+    push has left the engine paused.
     """
 
     engine: Engine
     message: Mapping[str, Any]
     holder: str
+    left_paused: bool
     is_abandoned: Callable[[], bool] = lambda: False
     _lease: HeldLease | None = field(default=None, init=False)
     _applied_by: str | None = field(default=None, init=False)  # the transaction of the loaded version
@@ -46,6 +48,7 @@ class EngineCommit:
         has no more to do."""
         engine = self.engine
         try:
+            engine.note_pause(budget.left, left_paused=self.left_paused)
             lease_s = budget.left + _LEASE_SLACK_S
             self._lease = HeldLease(engine, self.message["transaction"], self.holder, lease_s, budget.left)
         except BytecheckpointError as error:
@@ -164,7 +167,7 @@ class EngineCommit:
             self.abandon()
             return f"{engine.name} does not resume: {error}; {resume_command(engine)}"
         notify("push.apply.resumed", "point")
-        self._end_lease()
+        self._end_lease(has_resumed=True)
         return ""
 
     def _wait_for_other(self, budget: Budget) -> list[dict[str, Any]]:
@@ -184,7 +187,7 @@ class EngineCommit:
         if fault:
             error.args = (f"{error}\n  and {fault}",)
 
-    def _end_lease(self) -> None:
+    def _end_lease(self, *, has_resumed: bool = False) -> None:
         if self._lease is not None:
-            self._lease.end(_CLEANUP_S)
+            self._lease.end(_CLEANUP_S, has_resumed=has_resumed)
             self._lease = None

@@ -260,8 +260,14 @@ class PushCoordinator:
         """
         message = {"transaction": self._transaction, "version": version, "finite": self.finite}
         first = {worker.engine: worker.receiver for worker in reversed(self.bound.workers)}  # of each engine
+        left = {
+            worker.engine
+            for worker, answer in zip(self.bound.workers, self._answers, strict=True)
+            if answer["left_paused"]
+        }
         commits = [
-            EngineCommit(engine, message, first[number], is_abandoned) for number, engine in enumerate(self._engines)
+            EngineCommit(engine, message, first[number], number in left, is_abandoned)
+            for number, engine in enumerate(self._engines)
         ]
         self._commit(commits, request, budget, is_abandoned)
 
@@ -349,7 +355,10 @@ class PushCoordinator:
         version: int | str = found[0][0]
         commits = [
             EngineCommit(
-                engine, {"transaction": of_engine[0]["transaction"], "version": version}, of_engine[0]["receiver"]
+                engine,
+                {"transaction": of_engine[0]["transaction"], "version": version},
+                of_engine[0]["receiver"],
+                any(answer["left_paused"] for answer in of_engine),
             )
             for engine, of_engine in zip(self._plain, states, strict=True)
         ]

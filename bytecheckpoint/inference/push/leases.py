@@ -91,6 +91,8 @@ def resolve(engine: Engine, wait_s: float, transaction: str | None = None, *, re
     # Rolling back takes time, in which another push may have paused the engine.
     _check_free(engine, ask(engine, "status", {}, budget.left), transaction)
     engine.resume(version, budget.left, changed=True)
+    with suppress(BytecheckpointError):
+        ask_all(engine, "end_lease", {"transaction": transaction, "has_resumed": True}, budget.left)
     return version
 
 
@@ -203,6 +205,8 @@ def _unreachable(address: str) -> str:
 class HeldLease:
     """A sender's side of a lease of ``seconds`` on one engine. ``holder`` is the receiver of its first worker.
 
+    Where the worker cannot reach the engine, it only notes the pause.
+
     Raises ``EngineError`` or ``DeadlineError`` when the workers do not accept the lease; nothing is paused then.
     """
 
@@ -210,10 +214,10 @@ class HeldLease:
         self._engine, self._transaction = engine, transaction
         self._connecting: Future[socket.socket] | None = None
         address = engine.address
+        message = {"transaction": transaction, "holder": holder, "address": address, "seconds": seconds}
+        answers = ask(engine, "lease", {**message, "stays_paused": engine.stays_paused}, wait_s)
         if address is None:
             return
-        message = {"transaction": transaction, "holder": holder, "address": address, "seconds": seconds}
-        answers = ask(engine, "lease", message, wait_s)
         endpoint, fault = next(answer["lease"] for answer in answers if "lease" in answer)
         if fault:
             _log.warning(
@@ -224,12 +228,11 @@ class HeldLease:
         self._connecting = run_daemon(lambda: connect(Endpoint(*endpoint)), "bcp-push-lease")
         wait([self._connecting], _CONNECT_S)
 
-    def end(self, wait_s: float) -> None:
-        """End the lease after the engine has resumed, or must stay paused."""
-        if self._connecting is None:
-            return
+    def end(self, wait_s: float, *, has_resumed: bool) -> None:
+        """End the lease after the engine has resumed, or must stay paused until the next push."""
         try:
-            ask_all(self._engine, "end_lease", {"transaction": self._transaction}, wait_s)
+            message = {"transaction": self._transaction, "has_resumed": has_resumed}
+            ask_all(self._engine, "end_lease", message, wait_s)
         except BytecheckpointError as error:
             _log.warning("push: the lease on %s was not ended: %s", self._engine.name, error)
         self.lose()

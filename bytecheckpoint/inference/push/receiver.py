@@ -76,6 +76,7 @@ class Receiver:
         self._inconsistent_reason = ""
         self._caches_may_be_spoiled = False  # by values that were not finite
         self._lease: PauseLease | None = None
+        self._left_paused = False  # whether a push has paused the engine, and has not resumed it
         self._server: ChunkServer | None = None
         self._source = PeerSource()
         self._member = GroupMember()
@@ -123,6 +124,7 @@ class Receiver:
             answer["version"] = self._start_version
         answer |= {
             "inconsistent_reason": self._inconsistent_reason or (base._inconsistent_reason if base else ""),
+            "left_paused": self._left_paused or (base is not None and base._left_paused),
             "asleep": sorted(self._model.asleep()),
             "transaction": self._push.transaction,
             "has_begun": self._push.has_begun,
@@ -380,6 +382,9 @@ class Receiver:
         self._push.change()
         if message["holder"] != self.id:
             return {}
+        self._left_paused = not message["stays_paused"]
+        if message["address"] is None:
+            return {}
         self._lease = PauseLease(message["address"], message["transaction"], message["seconds"])
         return {"lease": [self._lease.endpoint, self._lease.unreachable]}
 
@@ -407,6 +412,7 @@ class Receiver:
     def _release_lease(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if message["transaction"] == self._push.transaction:
             self._end_lease()
+            self._left_paused = self._left_paused and not message["has_resumed"]
         return {}
 
     def _state(self, message: Mapping[str, Any]) -> dict[str, Any]:

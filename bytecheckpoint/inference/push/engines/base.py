@@ -26,6 +26,8 @@ class Engine(ABC):
     name: str
     resumes = True
     """Whether the engine generates after ``resume``, and not only when its owner makes it."""
+    stays_paused = False
+    """Whether the engine's owner has paused it, so that it stays paused after a push."""
 
     @abstractmethod
     def call(self, request: str, timeout_s: float) -> list[str]:
@@ -40,6 +42,18 @@ class Engine(ABC):
 
         Raises:
             DeadlineError: A worker did not answer in time.
+            EngineError: The engine cannot be reached.
+        """
+
+    def note_pause(self, timeout_s: float, *, left_paused: bool) -> None:  # noqa: B027 - most engines cannot be asked
+        """Set ``stays_paused``.
+
+        Args:
+            timeout_s: The limit of the wait, in seconds.
+            left_paused: Whether a push has left the engine paused, which this one then ends.
+
+        Raises:
+            DeadlineError: The engine did not answer in time.
             EngineError: The engine cannot be reached.
         """
 
@@ -153,6 +167,10 @@ class TargetEngine(Engine):
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         return self._engine.call(f"{self._target}{_SEPARATOR}{request}", timeout_s)
+
+    def note_pause(self, timeout_s: float, *, left_paused: bool) -> None:
+        self._engine.note_pause(timeout_s, left_paused=left_paused)
+        self.stays_paused = self._engine.stays_paused
 
     def pause(self, timeout_s: float) -> None:
         self._engine.pause(timeout_s)

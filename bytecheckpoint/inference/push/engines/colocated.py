@@ -35,6 +35,9 @@ class ColocatedEngines(Engine):
     def call(self, request: str, timeout_s: float) -> list[str]:
         return [text for texts in self._on_all("call", request, timeout_s) for text in texts]
 
+    def note_pause(self, timeout_s: float, *, left_paused: bool) -> None:
+        self._on_all("note_pause", timeout_s, left_paused)  # each engine keeps its own answer
+
     def pause(self, timeout_s: float) -> None:
         self._on_all("pause", timeout_s)
 
@@ -68,6 +71,7 @@ class ColocatedEngines(Engine):
         kind, *arguments = msgpack.unpackb(packed)
         do: dict[str, Callable[..., Any]] = {
             "call": self._own.call,
+            "note_pause": lambda timeout_s, left_paused: self._own.note_pause(timeout_s, left_paused=left_paused),
             "pause": self._own.pause,
             "resume": lambda version, timeout_s, changed: self._own.resume(version, timeout_s, changed=changed),
         }

@@ -114,13 +114,20 @@ class CollectiveRpc(Engine):
             self._rpc([request, answers.where], budget.left)
             return answers.wait(self.name, budget)
 
+    def note_pause(self, timeout_s: float, *, left_paused: bool) -> None:
+        self.stays_paused = False
+        if self.pause_mode is not None and not left_paused:
+            with suppress(MissingMethod):  # old releases do not answer this
+                self.stays_paused = bool(self._run("is_paused", timeout_s))
+
     def pause(self, timeout_s: float) -> None:
         if self.pause_mode is None:
             return
+        mode = "keep" if self.stays_paused else self.pause_mode  # requests may still end in the owner's pause
         try:
-            self._run("pause_generation", timeout_s, mode=self.pause_mode)
+            self._run("pause_generation", timeout_s, mode=mode)
         except DeadlineError as error:
-            if self.pause_mode != "wait":
+            if mode != "wait":
                 raise
             raise DeadlineError(
                 f"{self.name} did not pause within {timeout_s:.3g} s: its running requests have not ended, or one of "
@@ -128,7 +135,7 @@ class CollectiveRpc(Engine):
             ) from error
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        if changed and self.pause_mode in (None, "keep"):  # in other modes, pausing has cleared it
+        if changed and (self.pause_mode in (None, "keep") or self.stays_paused):  # else, pausing has cleared it
             # Paused requests hold blocks, which are computed again with the new weights.
             options = {} if self.pause_mode is None else {"reset_running_requests": True}
             if self._run("reset_prefix_cache", timeout_s, **options) is False:
@@ -139,7 +146,7 @@ class CollectiveRpc(Engine):
         if version is not None:
             with suppress(MissingMethod):  # old releases have no versions of weights
                 self._run("update_weight_version", timeout_s, str(version))
-        if self.pause_mode is not None:
+        if self.pause_mode is not None and not self.stays_paused:
             self._run("resume_generation", timeout_s)
 
 

@@ -37,6 +37,7 @@ class HttpEngine(CollectiveRpc):
         url: The address of the server.
         pause: What happens to running requests when weights change. "wait" finishes them with the old weights, "abort"
             aborts them, and "keep" continues them with the new weights, for which vLLM computes their KV cache again.
+            An engine that its owner has paused stays paused, and keeps its requests.
         headers: Sent with every request, for a proxy that authenticates. The engine's first worker gets them, to end a
             pause whose sender was killed.
         token: Sent as ``Authorization: Bearer``, for ``--api-key`` of a server or proxy.
@@ -72,7 +73,7 @@ class HttpEngine(CollectiveRpc):
 
     def _rpc(self, arguments: Sequence[Any], timeout_s: float) -> list[Any]:
         # vLLM gets no timeout: after one, it would take late answers for those of its next request.
-        answer = self._post("/collective_rpc", {"method": METHOD, "args": list(arguments)}, timeout_s)
+        answer = self._request("/collective_rpc", {"method": METHOD, "args": list(arguments)}, timeout_s)
         results = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(results, list):
             raise EngineError(f"{self.name} returned no results for {METHOD}: {answer!s:.200}")
@@ -80,9 +81,12 @@ class HttpEngine(CollectiveRpc):
 
     def _run(self, method: str, timeout_s: float, *arguments: Any, **options: Any) -> Any:
         if method == "update_weight_version":
-            return self._post(f"/{method}", {"new_version": arguments[0]}, timeout_s)
+            return self._request(f"/{method}", {"new_version": arguments[0]}, timeout_s)
+        if method == "is_paused":
+            answer = self._request(f"/{method}", None, timeout_s, "GET")
+            return isinstance(answer, dict) and answer.get(method) is True
         query = f"?{urlencode(options).lower()}" if options else ""  # with `true` for True
-        answer = self._post(f"/{method.removesuffix('_generation')}{query}", None, timeout_s)
+        answer = self._request(f"/{method.removesuffix('_generation')}{query}", None, timeout_s)
         return answer.get("success") if isinstance(answer, dict) else None
 
     @property
@@ -94,12 +98,13 @@ class HttpEngine(CollectiveRpc):
 
     @property
     def address(self) -> dict[str, Any] | None:
-        return {"url": self.name, "pause": self.pause_mode, "headers": self._headers, "tls": self._tls}
+        plain = {"url": self.name, "pause": self.pause_mode, "headers": self._headers, "tls": self._tls}
+        return {**plain, "stays_paused": self.stays_paused}
 
-    def _post(self, path: str, document: Mapping[str, Any] | None, timeout_s: float) -> Any:
-        data = b"" if document is None else json.dumps(document).encode()
+    def _request(self, path: str, document: Mapping[str, Any] | None, timeout_s: float, method: str = "POST") -> Any:
+        data = None if method == "GET" else b"" if document is None else json.dumps(document).encode()
         headers = {"Content-Type": "application/json", **self._headers}
-        request = urllib.request.Request(self.name + path, data, headers, method="POST")
+        request = urllib.request.Request(self.name + path, data, headers, method=method)
         try:
             with self._opener.open(request, timeout=timeout_s) as response:
                 body = response.read()
@@ -184,4 +189,6 @@ def engine_at(address: Mapping[str, Any]) -> Engine:
 def server_at(address: Mapping[str, Any]) -> HttpEngine:
     """Return the server with this address."""
     tls = tls_context(address["tls"])
-    return HttpEngine(address["url"], pause=address["pause"], headers=address["headers"], ssl_context=tls)
+    engine = HttpEngine(address["url"], pause=address["pause"], headers=address["headers"], ssl_context=tls)
+    engine.stays_paused = address["stays_paused"]
+    return engine
