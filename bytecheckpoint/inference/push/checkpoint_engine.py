@@ -13,9 +13,9 @@ import functools
 import logging
 import os
 import ssl
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class IpcEngine(HttpEngine):
         gpus_of(named)
         self._model = _WholeModel(self, named, bucket_bytes)
         self._receiver = Receiver(self._model, logging.DEBUG)  # this process raises failures as well
-        self._busy = threading.Lock()
+        self._pending: Future[str] | None = None
 
     @functools.cached_property
     def guard(self) -> ExitGuard:
@@ -101,20 +101,15 @@ class IpcEngine(HttpEngine):
         target, _ = split_target(request)
         if target is not None:
             raise StateError(f"{self.name} accepts only its model, because its protocol has no other targets")
-        if not self._busy.acquire(timeout=timeout_s):
+        if self._pending is not None and not wait([self._pending], timeout_s).done:
             raise DeadlineError(f"{self.name} still handles an earlier request")
-        try:
-            message = decode(request)
-            if "deadline_s" in message:
-                self._model.patience_s = _PATIENCE * message["deadline_s"]
-            self._model.end = end
-            # In a thread: an interrupt of this one must not leave the engine with a part of the weights.
-            answered = run_daemon(lambda: self._receiver.answer(request), "bcp-push-relay")
-        except BaseException:
-            self._busy.release()
-            raise
-        answered.add_done_callback(lambda _: self._busy.release())
-        return [answered.result()]  # the model observes the deadline, and reports what is late
+        message = decode(request)
+        if "deadline_s" in message:
+            self._model.patience_s = _PATIENCE * message["deadline_s"]
+        self._model.end = end
+        # In a thread: an interrupt of this one must not leave the engine with a part of the weights.
+        self._pending = run_daemon(lambda: self._receiver.answer(request), "bcp-push-relay")
+        return [self._pending.result()]  # the model observes the deadline, and reports what is late
 
     @property
     def address(self) -> dict[str, Any] | None:
