@@ -205,26 +205,25 @@ class PushCoordinator:
         self.bound.place(tuple(rings))
         return True
 
-    def assignment(self, sender: int) -> bytes:
-        """Return the packed assignment of a sender."""
+    def assignments(self) -> list[bytes]:
+        """Return the packed assignment of each sender."""
+        answers, bound = self._answers, self.bound
         held = [
             [*zip(*(answer[one] or [None] * len(layout.chunks) for one in ("known", "served")), strict=True)]
-            for answer, layout in zip(self._answers, self.bound.plan.layouts, strict=True)
+            for answer, layout in zip(answers, bound.plan.layouts, strict=True)
         ]
-        known = [held[place.target][place.chunk] for write in self.bound.writes[sender] for place in write.places]
-        packed: bytes = msgpack.packb(
-            {
-                "writes": self.bound.packed[sender],
-                "task": self.bound.tasks[sender],
-                "arenas": [answer["arena"] for answer in self._answers],
-                "tokens": [token for answer in self._answers for token in answer["tokens"]],
-                "endpoints": [answer["endpoint"] for answer in self._answers],
-                "rings": [answer["ring"] for answer in self._answers if "ring" in answer],
-                "on_device": self._cuda_ipc or self._group == "nccl",
-                "is_group": self._group is not None,
-                "known": known,
-            }
-        )
+        common = {
+            "arenas": [answer["arena"] for answer in answers],
+            "tokens": [token for answer in answers for token in answer["tokens"]],
+            "endpoints": [answer["endpoint"] for answer in answers],
+            "rings": [answer["ring"] for answer in answers if "ring" in answer],
+            "on_device": self._cuda_ipc or self._group == "nccl",
+            "is_group": self._group is not None,
+        }
+        packed = []
+        for writes, in_message, task in zip(bound.writes, bound.packed, bound.tasks, strict=True):
+            known = [held[place.target][place.chunk] for write in writes for place in write.places]
+            packed.append(msgpack.packb({**common, "writes": in_message, "task": task, "known": known}))
         return packed
 
     def group_address(self, senders: Sequence[str]) -> GroupAddress:

@@ -155,11 +155,10 @@ class Join(Push):
 
     def _begin_all(self, coordinator: PushCoordinator, budget: Budget) -> None:
         self.progress.expect(coordinator.bound.nbytes)
-        assignments = {worker: coordinator.assignment(sender) for sender, worker in enumerate(self._workers)}
         message = {
             "transaction": self._transaction,
             "receivers": [worker.receiver for worker in coordinator.bound.workers],
-            "assignments": assignments,
+            "assignments": dict(zip(self._workers, coordinator.assignments(), strict=True)),
             "tcp_only": self.sender.tcp_only,
             "deadline_s": self._hold_s,
             "finite": coordinator.finite,

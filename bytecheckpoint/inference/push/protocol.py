@@ -183,7 +183,7 @@ class RankPush(Push):
 
     def _prepare(self) -> bool:
         self._lead("push.prepare", self._prepare_engines)
-        packed = self._lead("push.prepare", lambda leader: list(map(leader.assignment, range(self.op.world_size))))
+        packed = self._lead("push.prepare", lambda leader: leader.assignments())
         self._assignment = self.sender.take(self.op.scatter("push.assignment", packed))
         return bool(self._assignment.rings)
 
