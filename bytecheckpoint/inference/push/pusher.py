@@ -145,7 +145,7 @@ class Pusher:
             framework: Name of the adapter to use for ``what``; by default it is inferred.
             rename: From full names of the state or checkpoint to those that the engine's model loads, after the name of
                 the section; a mapping or a function, as in ``bytecheckpoint.load``.
-            exclude: Shell patterns of full names, before ``rename``, of tensors that the engines lack, such as
+            exclude: Shell patterns of full names, after ``rename``, of tensors that the engines lack, such as
                 ``model.value_head.*``.
             strict: Require that every element of every engine parameter is filled, that an engine uses a tensor
                 completely or not at all, and that an engine that sends has the exact values.
