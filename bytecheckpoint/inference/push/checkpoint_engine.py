@@ -116,7 +116,7 @@ class IpcEngine(HttpEngine):
         return None  # its workers have no receiver, so they do not know what they serve
 
     def note_pause(self, timeout_s: float, *, left_paused: bool) -> None:
-        """Does nothing: only workers with a receiver know whether a push has left an engine paused."""
+        return  # only workers with a receiver know whether a push has left an engine paused
 
     def pause(self, timeout_s: float) -> None:
         self.resume_on_exit()
