@@ -40,6 +40,7 @@ from .signals import SignalWatch
 _MAX_MESSAGE = 2000  # characters
 _POLL_S = 0.02
 _MAX_TURNS = 10_000  # between two rounds, however short the turns seem
+_RETRY_S = 60.0  # from a continuous save that failed to the next one
 EARLIER_SAVES = "earlier saves"
 
 _log = logging.getLogger(__name__)
@@ -179,7 +180,8 @@ class _RankStatus(NamedTuple):
     is_due: bool  # by its step
     is_forced: bool
     is_requested: bool  # by request_save or a signal
-    is_busy: bool  # with earlier saves
+    is_busy: bool  # with as many earlier saves as may run
+    is_saving: bool
     preemption_signal: int
     grace_s: float  # left, if there was a preemption signal
     milestone: str
@@ -231,6 +233,7 @@ class SaveCoordinator:
         self._turn, self._next_turn = 0, 1
         self._last_save = time.monotonic()
         self._last_step: int | None = None  # that was saved, or is being saved
+        self._retry_time = 0.0  # of continuous saves
         self._is_requested = False
 
     def begin(self, signals: SignalWatch, interval_s: float) -> None:
@@ -250,12 +253,12 @@ class SaveCoordinator:
         self._turn += 1
         return is_due or self._turn >= self._next_turn
 
-    def decide(self, op: Operation, call: SaveCall, *, is_busy: bool, milestone: str) -> Decision:
+    def decide(self, op: Operation, call: SaveCall, *, is_busy: bool, is_saving: bool, milestone: str) -> Decision:
         """Exchange status and decision. Every rank raises ``DisagreementError`` if steps or turns differ.
 
         ``milestone`` is the name under which a save is stored.
         """
-        packed = op.gather("coordinate", msgpack.packb(self._status(call, is_busy=is_busy)))
+        packed = op.gather("coordinate", msgpack.packb(self._status(call, is_busy=is_busy, is_saving=is_saving)))
         response = None
         if packed is not None:
             statuses = [_RankStatus(*msgpack.unpackb(one)) for one in packed]
@@ -278,14 +281,15 @@ class SaveCoordinator:
     def save_failed(self) -> None:
         """A save failed; the same step may be saved again."""
         self._last_step = None
+        self._retry_time = time.monotonic() + _RETRY_S  # a store that is down would make each step copy the state
 
-    def _status(self, call: SaveCall, *, is_busy: bool) -> _RankStatus:
+    def _status(self, call: SaveCall, *, is_busy: bool, is_saving: bool) -> _RankStatus:
         received = self._signals.received
         number = next((number for number in self._preemption.signals if number in received), 0)
         grace_s = self._preemption.grace_s - (time.monotonic() - received[number]) if number else 0.0
         is_requested = self._is_requested or any(number in received for number in self._cadence.signals)
         due = (call.is_due, call.is_forced, is_requested)
-        return _RankStatus(call.step, self._turn, *due, is_busy, number, grace_s, call.milestone)
+        return _RankStatus(call.step, self._turn, *due, is_busy, is_saving, number, grace_s, call.milestone)
 
     def _decide(self, statuses: Sequence[_RankStatus], metrics: dict[str, float]) -> Decision:
         now, step, turn = time.monotonic(), statuses[0].step, statuses[0].turn
@@ -296,6 +300,7 @@ class SaveCoordinator:
             or statuses[0].is_due
             or any(one.is_requested for one in statuses)
             or (minutes is not None and now - self._last_save >= 60 * minutes)
+            or (self._cadence.continuous and now >= self._retry_time and not any(one.is_saving for one in statuses))
         )
         if step == self._last_step:
             save = False

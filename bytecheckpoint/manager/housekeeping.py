@@ -26,7 +26,7 @@ from ..errors import (
     UploadSkippedError,
     UsageError,
 )
-from ..format.manifest.document import Manifest
+from ..format.manifest.document import Manifest, seconds_of
 from ..format.manifest.envelope import MANIFEST_KEY
 from ..runtime.threads import Threads
 from ..saving.engine import SharedSaves
@@ -50,6 +50,8 @@ class Committed:
     is_milestone: bool = False
     is_exception_save: bool = False
     is_abandoned: bool = False
+    created: float = 0.0
+    """When it was saved, in seconds since the epoch; 0 if that is not known."""
     number: int = 0
     """Counts the saves of this job; 0 if an earlier one has saved it."""
 
@@ -104,10 +106,15 @@ def expendable(
 
 
 def _expendable(retention: Retention, committed: Sequence[Committed]) -> list[Committed]:
-    if retention.last is None and retention.every_steps is None and retention.best is None:
+    rules = retention.last, retention.last_hours, retention.every_steps, retention.best
+    if not committed or all(rule is None for rule in rules):
         return []
     kept = {one.name for one in committed if one.is_milestone}
     kept |= {one.name for one in committed[-(retention.last or 1) :]}
+    if retention.last_hours is not None:
+        # Not the time now: whatever this host's clock shows, what was saved shortly before the newest one stays.
+        since = committed[-1].created - 3600 * retention.last_hours
+        kept |= {one.name for one in committed if one.created >= since}
     if retention.every_steps is not None:
         ordered = sorted((one for one in committed if not one.is_abandoned), key=lambda one: one.step, reverse=True)
         first = {one.step // retention.every_steps: one for one in ordered}
@@ -363,7 +370,8 @@ class Housekeeping(Cleaner):
     def _described(self, name: str, manifest: Manifest, number: int, abandoned: Collection[str]) -> Committed:
         marks = milestone_of(manifest) is not None, is_exception_save(manifest), manifest.attempt in abandoned
         metric = metric_of(manifest, self._retention.metric or "")
-        return Committed(name, trailing_number(name), metric, *marks, number=number)
+        created = seconds_of(manifest.created)
+        return Committed(name, trailing_number(name), metric, *marks, created=created, number=number)
 
     def _remove_unneeded(self, name: str, attempts: Sequence[str]) -> None:
         """Remove what jobs that ended, and transfers of the day before, have left in a folder."""

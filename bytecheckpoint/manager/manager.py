@@ -585,10 +585,10 @@ class CheckpointManager:
                 is_again = op.rank == 0 and step <= self._highest_step
                 known = self._milestone_of(step) if is_again and milestone is None else call.milestone
             in_flight = self._resources.in_flight
-            is_busy = in_flight.is_full()
+            is_busy, is_saving = in_flight.is_full(), in_flight.is_any_running()
             if in_flight.collect(op):
                 self._coordinator.save_failed()
-            decision = self._coordinator.decide(op, call, is_busy=is_busy, milestone=known)
+            decision = self._coordinator.decide(op, call, is_busy=is_busy, is_saving=is_saving, milestone=known)
             if decision.preemption_signal:
                 leaving.enter_context(self._leaving(step, decision.preemption_signal, decision.grace_s))
             if decision.save:
@@ -653,7 +653,7 @@ class CheckpointManager:
         if milestone is not None:
             metadata[MILESTONE_KEY] = milestone
         metric = metrics.get(self._retention.metric or "")
-        saved = Committed(self._names.of(step), step, metric, milestone is not None)
+        saved = Committed(self._names.of(step), step, metric, milestone is not None, created=time.time())
         try:
             handle = self._save_as(saved, state, metadata, deadline_s, is_async=self._async)
         except BaseException:

@@ -76,6 +76,9 @@ class Cadence:
     Args:
         every_steps: Save when the step is a multiple of this number.
         every_minutes: Save when this many minutes have passed since the last save began, by rank 0's clock.
+        continuous: Save whenever no save is running; after one that failed, not before a minute has passed. With
+            ``every_steps``, too, save at least at these steps, which wait for a save that is still running. It is for
+            asynchronous saves: others would be made at every step.
         signals: Save once when any rank receives one of these signals, such as ``signal.SIGUSR1``.
 
     Raises:
@@ -83,15 +86,18 @@ class Cadence:
 
     Example:
         >>> Cadence(every_steps=1000, every_minutes=30)
+        >>> Cadence(continuous=True, every_steps=500)
     """
 
     every_steps: int | None = None
     every_minutes: float | None = None
+    continuous: bool = False
     signals: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         _set(self, "every_steps", _count)
         _set(self, "every_minutes", optional(positive_number))
+        _set(self, "continuous", ARGUMENTS["continuous"])
         _set(self, "signals", _signals)
 
 
@@ -104,6 +110,8 @@ class Retention:
 
     Args:
         last: Keep this many of the newest checkpoints. Those that a rollback has abandoned count as the oldest.
+        last_hours: Keep the checkpoints that were saved at most this long before the newest one, by the times that are
+            stored in them.
         every_steps: Of each so many steps, keep the first checkpoint: that of the multiple of this number, or else the
             next one. None of those before the first multiple, and none that a rollback has abandoned.
         best: Keep this many of the checkpoints with the best ``metric``. Of equal ones, those of later steps are kept.
@@ -116,9 +124,11 @@ class Retention:
 
     Example:
         >>> Retention(last=3, every_steps=10_000, best=1, metric="loss")
+        >>> Retention(last_hours=48)
     """
 
     last: int | None = None
+    last_hours: float | None = None
     every_steps: int | None = None
     best: int | None = None
     metric: str | None = None
@@ -127,6 +137,7 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("last", "every_steps", "best"):
             _set(self, name, _count)
+        _set(self, "last_hours", optional(positive_number))
         _set(self, "metric", ARGUMENTS["metric"])
         _set(self, "mode", choice(BestMode))
         if (self.best is None) != (self.metric is None):

@@ -185,6 +185,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     "base": optional(_path),
     "codec": optional(_text),
     "chunk_size": optional(whole_number(_MIN_CHUNK_SIZE, _MAX_CHUNK_SIZE)),
+    "continuous": _flag,
     "coordinate_every_s": _seconds(_MAX_INTERVAL_S),
     "deadline_s": optional(_seconds(_MAX_DEADLINE_S)),
     "device": optional(_device),

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +34,7 @@ from bytecheckpoint.saving.commit import SaveCommit
 pytestmark = pytest.mark.sampled(3, of="long searches")
 
 STEPS = st.integers(1, 6)
+AGES = st.sampled_from((0, 0, 1, 2))  # days since a save, for its manifest
 POINTS = [
     *(f"save.{step}" for step in telemetry.SAVE_STEPS if step != "merge"),
     "save.write.file",
@@ -65,6 +67,15 @@ def _crash_at(point: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _days_ago(age: int) -> Iterator[None]:
+    def then() -> str:
+        return (datetime.now(UTC) - timedelta(days=age)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+    with mock.patch("bytecheckpoint.saving.record.timestamp", then):
+        yield
+
+
 def _state(value: float) -> dict[str, Any]:
     return {
         "tree": {"tensor": torch.full((5,), value), "value": value, "list": [value, {"deep": torch.ones(3) * value}]}
@@ -82,8 +93,9 @@ def _value(url: Path | str) -> float:
 
 
 class VisibleState(RuleBasedStateMachine):
-    """``seen`` maps names below the root to the value that a load must return, and ``steps`` to the stored step.
+    """``seen`` maps names below the root to the value that a load must return.
 
+    ``steps`` maps them to the stored step, and ``ages`` to the days since the save that the manifest states.
     ``traces`` are names with leftovers.
     """
 
@@ -92,6 +104,7 @@ class VisibleState(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="bytecheckpoint-model-"))
         self.seen: dict[str, float] = {}
         self.steps: dict[str, int] = {}
+        self.ages: dict[str, int] = {}
         self.broken: set[str] = set()
         self.traces: set[str] = set()
         self.abandoned: set[str] = set()
@@ -106,8 +119,9 @@ class VisibleState(RuleBasedStateMachine):
         self.number += 1
         return self.number
 
-    def _committed(self, name: str, value: float, step: int | None = None) -> None:
+    def _committed(self, name: str, value: float, step: int | None = None, age: int = 0) -> None:
         self.seen[name], self.steps[name] = value, int(name[5:]) if step is None else step
+        self.ages[name] = age
         self.broken.discard(name)
         self.abandoned.discard(name)
 
@@ -118,14 +132,19 @@ class VisibleState(RuleBasedStateMachine):
 
     def _order(self) -> list[str]:
         """Return the checkpoints from the oldest to the newest."""
-        # Values count saves, so they have the order of the times of saves. A copy keeps step and time.
-        return sorted(self.seen, key=lambda name: (name not in self.abandoned, self.steps[name], self.seen[name], name))
 
-    @rule(step=STEPS, asynchronous=st.booleans())
-    def save(self, step: int, asynchronous: bool) -> None:
+        def key(name: str) -> tuple[object, ...]:
+            # Values count saves, so they have the order of the times of one day. A copy keeps step and time.
+            return name not in self.abandoned, self.steps[name], -self.ages[name], self.seen[name], name
+
+        return sorted(self.seen, key=key)
+
+    @rule(step=STEPS, asynchronous=st.booleans(), age=AGES)
+    def save(self, step: int, asynchronous: bool, age: int) -> None:
         name, value = f"step-{step}", self._next()
-        bcp.save(self.root / name, _state(value), step=step, async_save=asynchronous).result()
-        self._committed(name, value)
+        with _days_ago(age):
+            bcp.save(self.root / name, _state(value), step=step, async_save=asynchronous).result()
+        self._committed(name, value, age=age)
 
     @rule(step=STEPS, point=st.sampled_from(POINTS), asynchronous=st.booleans())
     def save_and_crash(self, step: int, point: str, asynchronous: bool) -> None:
@@ -141,11 +160,13 @@ class VisibleState(RuleBasedStateMachine):
     @rule(
         steps=st.lists(STEPS, min_size=1, max_size=4),
         last=st.none() | st.integers(1, 3),
+        hours=st.none() | st.sampled_from((12, 36)),
         every=st.none() | st.integers(2, 3),
     )
-    def manage(self, steps: list[int], last: int | None, every: int | None) -> None:
+    def manage(self, steps: list[int], last: int | None, hours: float | None, every: int | None) -> None:
         """Run a job with a manager, which saves, and removes the checkpoints that no rule keeps."""
-        with bcp.CheckpointManager(self.root, keep=bcp.Retention(last=last, every_steps=every)) as manager:
+        keep = bcp.Retention(last=last, last_hours=hours, every_steps=every)
+        with bcp.CheckpointManager(self.root, keep=keep) as manager:
             for step in steps:
                 name, value = f"step-{step}", self._next()
                 if manager.save(step, _state(value), force=True) is None:
@@ -153,8 +174,11 @@ class VisibleState(RuleBasedStateMachine):
                 manager.wait()
                 self.abandoned |= {one for one in self.seen if self.steps[one] > step}  # the job has gone back
                 self._committed(name, value)
-                committed = [Committed(one, int(one[5:]), is_abandoned=one in self.abandoned) for one in self._order()]
-                for gone in expendable(bcp.Retention(last=last, every_steps=every), committed):
+                committed = [
+                    Committed(one, int(one[5:]), is_abandoned=one in self.abandoned, created=-86_400.0 * self.ages[one])
+                    for one in self._order()
+                ]
+                for gone in expendable(keep, committed):
                     self._gone(gone.name)
 
     @rule(step=STEPS)
@@ -171,7 +195,7 @@ class VisibleState(RuleBasedStateMachine):
         one, other = f"step-{source}", f"step-{into}"
         if one in self.seen and one not in self.broken and other not in self.seen and into > self.steps[one]:
             copy(bcp.open(self.root / one), str(self.root / other))
-            self._committed(other, self.seen[one], self.steps[one])
+            self._committed(other, self.seen[one], self.steps[one], self.ages[one])
 
     @rule(step=STEPS)
     def lose_a_byte(self, step: int) -> None:

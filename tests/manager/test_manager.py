@@ -11,6 +11,7 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,18 @@ def test_retention(tmp_path: Path) -> None:
     _save_all(tmp_path, range(1, 13), keep=bcp.Retention(last=2, every_steps=5, best=1, metric="loss"))
     assert _names(tmp_path) == ["step-4", "step-5", "step-10", "step-11", "step-12"]
     assert bcp.open(tmp_path / "step-4").metadata == {"metrics": {"loss": 0.0}}
+
+
+def test_retention_by_age_includes_checkpoints_of_earlier_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step, hours in ((1, 60), (2, 40), (3, 20)):
+        created = (datetime.now(UTC) - timedelta(hours=hours)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        monkeypatch.setattr("bytecheckpoint.saving.record.timestamp", lambda created=created: created)
+        bcp.save(tmp_path / f"step-{step}", _state(), step=step)
+    monkeypatch.undo()
+    _save_all(tmp_path, [4, 5], keep=bcp.Retention(last_hours=48))
+    assert _names(tmp_path) == ["step-2", "step-3", "step-4", "step-5"]
+    _save_all(tmp_path, [6], keep=bcp.Retention(last_hours=30))
+    assert _names(tmp_path) == ["step-3", "step-4", "step-5", "step-6"]
 
 
 def test_retention_includes_checkpoints_of_earlier_jobs(tmp_path: Path) -> None:
@@ -305,6 +318,37 @@ def test_skipping_when_busy(tmp_path: Path, held: threading.Event) -> None:
         first.result()
         assert manager.save(3, _state()) is not None
     assert _names(tmp_path) == ["step-1", "step-3"]
+
+
+def test_continuous_saves(tmp_path: Path, held: threading.Event) -> None:
+    """A save begins whenever none runs, and a step that is a multiple waits for one that does."""
+    cadence = bcp.Cadence(continuous=True, every_steps=4)
+    with bcp.CheckpointManager(tmp_path, cadence=cadence, job={"max_in_flight": 2}) as manager:
+        first = manager.save(1, _state())
+        assert first is not None
+        assert [manager.save(step, _state()) for step in (2, 3)] == [None, None]
+        second = manager.save(4, _state())
+        assert second is not None
+        held.set()
+        first.result()
+        second.result()
+        last = manager.save(5, _state())
+        assert last is not None
+        last.result()
+    assert _names(tmp_path) == ["step-1", "step-4", "step-5"]
+
+
+def test_continuous_saves_pause_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that is down must not make each step of training copy the state."""
+    with bcp.CheckpointManager(tmp_path, cadence=bcp.Cadence(continuous=True, every_steps=4)) as manager:
+        assert isinstance(_fail_in_background(manager, 1).exception(), OSError)
+        assert [manager.save(step, _state()) for step in (2, 3)] == [None, None]
+        handle = manager.save(4, _state())
+        assert handle is not None
+        handle.result()
+        monkeypatch.setattr(manager._coordinator, "_retry_time", 0.0)  # a minute later
+        assert manager.save(5, _state()) is not None
+    assert _names(tmp_path) == ["step-4", "step-5"]
 
 
 def _fail_in_background(manager: bcp.CheckpointManager, step: int) -> bcp.SaveHandle:

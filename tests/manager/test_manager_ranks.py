@@ -92,8 +92,8 @@ def test_the_metrics_of_rank_0_are_stored(pool: RankPool, tmp_path: Path) -> Non
     assert bcp.open(tmp_path / "step-1").metadata == {"metrics": {"loss": 0.5}}
 
 
-def _by_clock(rank: int, world_size: int, root: str) -> list[int]:
-    with _manager(root, cadence=bcp.Cadence(every_minutes=0.2 / 60)) as manager:
+def _by_clock(rank: int, world_size: int, root: str, cadence: dict[str, Any]) -> list[int]:
+    with _manager(root, cadence=bcp.Cadence(**cadence)) as manager:
         saved: list[int] = []
         step = 0
         # Clocks differ from rank to rank, so the ranks must end the loop together.
@@ -107,8 +107,11 @@ def _by_clock(rank: int, world_size: int, root: str) -> list[int]:
     return saved
 
 
-def test_by_the_clock_all_save_the_same_steps(pool: RankPool, tmp_path: Path) -> None:
-    saved = pool.run(_by_clock, str(tmp_path))
+@pytest.mark.parametrize("cadence", [{"every_minutes": 0.2 / 60}, {"continuous": True}], ids=["clock", "continuous"])
+def test_whenever_a_save_is_due_all_save_the_same_steps(
+    pool: RankPool, tmp_path: Path, cadence: dict[str, Any]
+) -> None:
+    saved = pool.run(_by_clock, str(tmp_path), cadence)
     assert saved == [saved[0]] * WORLD
     assert _names(tmp_path) == [f"step-{step}" for step in saved[0]]
 

@@ -16,8 +16,8 @@ from bytecheckpoint.manager.coordinator import RoundTimer
 
 
 def test_defaults() -> None:
-    assert Cadence() == Cadence(every_steps=None, every_minutes=None, signals=())
-    assert Retention() == Retention(last=None, every_steps=None, best=None, metric=None, mode="min")
+    assert Cadence() == Cadence(every_steps=None, every_minutes=None, continuous=False, signals=())
+    assert Retention() == Retention(last=None, last_hours=None, every_steps=None, best=None, metric=None, mode="min")
     assert Preemption() == Preemption(signals=(signal.SIGTERM,), grace_s=30.0, action="exit")
 
 
@@ -36,6 +36,8 @@ def test_options_are_frozen_and_keyword_only(kind: Any) -> None:
         (Cadence, {"every_steps": 1.5}, "Cadence.every_steps must be"),
         (Cadence, {"every_minutes": 0}, "Cadence.every_minutes must be a positive number, not 0"),
         (Cadence, {"every_minutes": float("nan")}, "Cadence.every_minutes must be"),
+        (Cadence, {"continuous": 1}, "Cadence.continuous must be True or False, not 1"),
+        (Retention, {"last_hours": 0}, "Retention.last_hours must be a positive number, not 0"),
         *((Retention, {rule: value}, f"Retention.{rule} must be a whole number of at least 1, not {value}")
           for rule in ("last", "every_steps", "best") for value in (0, -1, 1.5, True)),
         (Retention, {"best": 2}, "must be set together"),

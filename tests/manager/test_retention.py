@@ -33,6 +33,21 @@ def test_last_means_commits_and_not_steps() -> None:
     assert _kept(Retention(last=2), _committed(900, 1000, 510)) == [1000, 510]
 
 
+def test_last_hours() -> None:
+    ages = {1: 49, 2: 47, 3: 48, 4: 1, 5: 0}
+    committed = [Committed(f"step-{step}", step, created=1e9 - 3600 * age) for step, age in ages.items()]
+    assert _kept(Retention(last_hours=48), committed) == [2, 3, 4, 5]
+    assert _kept(Retention(last_hours=0.5), committed) == [5]
+    assert _kept(Retention(last_hours=0.5, last=3), committed) == [3, 4, 5]
+
+
+def test_last_hours_where_a_clock_was_wrong() -> None:
+    """What seems to be saved later than the newest one stays, and so does everything if its own time is not known."""
+    committed = [Committed(f"step-{step}", step, created=hour * 3600.0) for step, hour in ((1, 5), (2, 99), (3, 9))]
+    assert _kept(Retention(last_hours=1), committed) == [2, 3]
+    assert _kept(Retention(last_hours=1), [*committed, *_committed(4)]) == [1, 2, 3, 4]
+
+
 def test_every_steps() -> None:
     assert _kept(Retention(every_steps=10), _committed(5, 10, 15, 20, 25)) == [10, 20, 25]
 
@@ -64,9 +79,15 @@ def test_of_equal_metrics_the_later_step_is_kept() -> None:
 
 
 rules = st.builds(
-    lambda last, every_steps, best, mode: Retention(
-        last=last, every_steps=every_steps, best=best, metric=None if best is None else "loss", mode=mode
+    lambda last, last_hours, every_steps, best, mode: Retention(
+        last=last,
+        last_hours=last_hours,
+        every_steps=every_steps,
+        best=best,
+        metric=None if best is None else "loss",
+        mode=mode,
     ),
+    st.none() | st.integers(1, 5),
     st.none() | st.integers(1, 5),
     st.none() | st.integers(1, 5),
     st.none() | st.integers(1, 3),
@@ -75,13 +96,18 @@ rules = st.builds(
 metrics = st.none() | st.floats(allow_nan=True, allow_infinity=True)
 
 
-@given(rules, st.lists(st.tuples(st.integers(0, 50), metrics), min_size=1, max_size=20, unique_by=lambda one: one[0]))
-def test_any_rules(retention: Retention, saved: list[tuple[int, float | None]]) -> None:
-    committed = [Committed(f"step-{step}", step, metric) for step, metric in saved]
+saves = st.tuples(st.integers(0, 50), metrics, st.integers(0, 9))
+
+
+@given(rules, st.lists(saves, min_size=1, max_size=20, unique_by=lambda one: one[0]))
+def test_any_rules(retention: Retention, saved: list[tuple[int, float | None, int]]) -> None:
+    committed = [Committed(f"step-{step}", step, metric, created=3600.0 * hour) for step, metric, hour in saved]
     gone = expendable(retention, committed)
     kept = [one for one in committed if one not in gone]
     assert kept[-1] == committed[-1], "the checkpoint that was committed last is always kept"
     assert len(kept) >= min(len(committed), retention.last or 1)
     assert not any(retention.every_steps and one.step % retention.every_steps == 0 for one in gone)
+    reach = retention.last_hours
+    assert not any(reach and one.created >= committed[-1].created - 3600 * reach for one in gone)
     # Nothing more goes later: removing one at a time has the same result.
     assert expendable(retention, kept) == []

@@ -22,6 +22,14 @@ def timestamp() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
+def seconds_of(created: str) -> float:
+    """Return such a time in seconds since the epoch; 0 if it is no time, as of a hostile or a foreign checkpoint."""
+    try:
+        return datetime.fromisoformat(created).timestamp()
+    except ValueError:
+        return 0.0
+
+
 @dataclass(frozen=True)
 class SectionInfo:
     """One entry of the saved state. ``kind`` is the name of the adapter that wrote it."""
