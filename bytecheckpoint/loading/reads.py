@@ -30,12 +30,16 @@ class ShardReads:
 
 @dataclass(frozen=True)
 class ReadCounts:
-    """Bytes of one load on this rank: from storage, from other ranks, and requested; requested ones without a check."""
+    """Bytes of one load on this rank: from storage, from other ranks, and requested; requested ones without a check.
+
+    ``over_reads`` is as in ``LoadReport``.
+    """
 
     read: int
     unchecked: int
     received: int
     requested: int
+    over_reads: dict[str, tuple[int, int]]
 
 
 def plan_shard_reads(
@@ -79,7 +83,7 @@ def read_shards(op: Operation, reads: ShardReads) -> ReadCounts:
         nbytes += alone.nbytes
         whole.assign(buffer)
     unchecked = 0 if reader.verify else max(nbytes - received - reader.stats.checked, 0)
-    return ReadCounts(reader.stats.read, unchecked, received, nbytes)
+    return ReadCounts(reader.stats.read, unchecked, received, nbytes, reader.stats.over_reads)
 
 
 def _buffer(whole: DerivedTensor, requested: int) -> torch.Tensor:

@@ -44,6 +44,9 @@ class LoadReport:
             this rank reads the whole storage.)
         bytes_received: Bytes that this rank received from ranks that had read them, in the dtypes in memory.
         bytes_requested: Bytes that this rank requested, in the stored dtypes.
+        over_reads: Maps stored tensors of which this rank read at least twice as many bytes as it requested, because
+            these are small pieces of what is stored, such as columns of rows, to ``(bytes read, bytes requested)``. It
+            is empty if that is less than 64 MiB too much.
         timings: Seconds and bytes of each step on this rank.
     """
 
@@ -66,10 +69,11 @@ class LoadReport:
     bytes_unchecked: int
     bytes_received: int
     bytes_requested: int
+    over_reads: dict[str, tuple[int, int]]
     timings: Timings
 
     def __str__(self) -> str:
-        kinds = ("missing", "unexpected", "lazy", "left_out", "mismatched", "resized", "cast", "notes")
+        kinds = ("missing", "unexpected", "lazy", "left_out", "mismatched", "resized", "cast", "notes", "over_reads")
         counts = {what: len(getattr(self, what)) for what in kinds}
         counted = [f"{count} {what.replace('_', ' ')}" for what, count in counts.items() if count]
         parts = [f"{len(self.loaded)} loaded", *counted]

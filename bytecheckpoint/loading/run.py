@@ -12,8 +12,10 @@ import xxhash
 from ..checkpoint.index import Index
 from ..control.base import Operation
 from ..engine.resources import IOEngine
+from ..errors import without_userinfo
 from ..foreign.opening import CheckpointSource
 from ..frameworks.sections import Section, check_state, resolve_sections
+from ..runtime.messages import listed
 from ..telemetry.trace import Timings
 from ..tensors.shards import Path
 from .agreement import Verdict, agree
@@ -23,6 +25,8 @@ from .reads import ReadCounts, ShardReads, plan_shard_reads, read_shards
 from .report import LoadReport
 from .shared_reads.negotiation import make_offer
 from .stored import OpenCheckpoint, SectionReader
+
+_MOST_NAMES_SHOWN = 3
 
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
@@ -151,10 +155,22 @@ class LoadRun:
             bytes_unchecked=counts.unchecked,
             bytes_received=counts.received,
             bytes_requested=counts.requested,
+            over_reads=counts.over_reads,
             timings=self.timings,
         )
         self.op.barrier("report")  # no rank continues while another fails to apply what it loaded
         _log.info("%s (%s)", report, self.timings)
+        if self.op.rank == 0 and counts.over_reads:  # what the other ranks read is similar
+            read, requested = (sum(column) for column in zip(*counts.over_reads.values(), strict=True))
+            _log.warning(
+                "%s: each rank reads far more bytes of %s than it needs (rank 0: %d for %d), because it loads small "
+                "pieces of what is stored, such as columns of rows. With LoadOptions(share_reads='always'), ranks read "
+                "these bytes once, and exchange the pieces",
+                without_userinfo(self.url),
+                listed(sorted(counts.over_reads), _MOST_NAMES_SHOWN),
+                read,
+                requested,
+            )
         return report
 
 

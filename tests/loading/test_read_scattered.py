@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
+from bytecheckpoint.engine.reading import read_plan
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError, RankFailedError
+from bytecheckpoint.loading import run
 from bytecheckpoint.loading.shared_reads.scatter import ScatterExchange
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
@@ -89,6 +92,28 @@ def test_without_sharing_each_rank_reads_complete_frames(rank_pool: RankPool, sa
     """This is the cost that scattering avoids."""
     results = rank_pool.run(_load, str(saved), {"share_reads": "never"}, world_size=4)
     assert sum(read for read, _ in results) >= 4 * nbytes(("down",))
+
+
+def _over_reads(rank: int, world_size: int, path: str, share_reads: str) -> Any:
+    with mock.patch.object(read_plan, "_MIN_OVER_READ", 1 << 20), mock.patch.object(run._log, "warning") as warning:
+        report = bcp.load(
+            path,
+            {"model": empty(world_size)},
+            options=bcp.LoadOptions(share_reads=share_reads, deadline_s=time_limit(60)),
+        )
+    return report.over_reads, [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+def test_a_load_that_reads_far_more_than_it_needs_says_so(rank_pool: RankPool, saved: Path) -> None:
+    results = rank_pool.run(_over_reads, str(saved), "never", world_size=4)
+    for over_reads, _ in results:
+        assert {f"model.{name}" for name in TENSORS} == over_reads.keys()
+        assert over_reads["model.down"] == (nbytes(("down",)), nbytes(("down",)) // 4)
+    [warning], *others = [warnings for _, warnings in results]
+    assert "of model.down, model.experts, model.flags and 1 more than it needs" in warning
+    assert "share_reads='always'" in warning
+    assert others == [[], [], []]
+    assert rank_pool.run(_over_reads, str(saved), "always", world_size=4) == [({}, [])] * 4
 
 
 def _load_in_two_dimensions(rank: int, world_size: int, path: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,9 @@ from ...planners.extents import Extents, byte_span, plan_extents, split_box
 from ...tensors.dtypes import DTYPES
 from ...tensors.tables import Int64
 from .placement import BoxDestination, Destination, DeviceCopyIn, MemoryDestination, ReadPart, hold_as_stored
+
+_OVER_READ = 2  # times what is requested
+_MIN_OVER_READ = 64 << 20  # bytes; less costs no time that one would notice
 
 _ITEMSIZE: Int64 = np.array([dtype.itemsize for dtype in DTYPES.values()], np.int64)
 
@@ -32,11 +35,13 @@ class ReadPlan:
         size: Intended bytes of an extent.
         max_bytes: Most bytes of an extent that is not a single block.
         requested: Bytes that the caller requested.
+        over_reads: Bytes that are read and that were requested of each tensor of which far more are read, by name.
     """
 
     def __init__(self, extents: Extents, ranges: _Ranges, manifest: Manifest, size: int, requested: int) -> None:
         self.size = size
         self.requested = requested
+        self.over_reads: Mapping[str, tuple[int, int]] = {}
         self.max_bytes = _max_bytes(size)
         self.starts: list[int] = extents.starts.tolist()
         self.file: list[int] = extents.file.tolist()
@@ -183,7 +188,23 @@ def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, 
     address[low == high] = 0
     ranges = _Ranges(parts, source, shards.rows[source], shards.begin[source], address, low, high, boxes)
     extents = shards.extents(source, begin, end, size, gap)
-    return ReadPlan(extents, ranges, manifest, size, int(nbytes.sum()))
+    plan = ReadPlan(extents, ranges, manifest, size, int(nbytes.sum()))
+    plan.over_reads = _over_reads(manifest, extents, np.array(plan.row, np.int64), shards.rows, nbytes)
+    return plan
+
+
+def _over_reads(
+    manifest: Manifest, extents: Extents, read_row: Int64, row: Int64, nbytes: Int64
+) -> dict[str, tuple[int, int]]:
+    """Return the bytes that are read and requested of tensors of which far more are read; none if that is not much."""
+    length = extents.end - extents.begin
+    if int(length.sum()) < max(_OVER_READ * int(nbytes.sum()), int(nbytes.sum()) + _MIN_OVER_READ):
+        return {}
+    tensors, tensor_of = manifest.tensors, manifest.shards.tensor
+    read = np.bincount(tensor_of[read_row], length, len(tensors)).astype(np.int64)
+    requested = np.bincount(tensor_of[row], nbytes, len(tensors)).astype(np.int64)
+    far_more = np.flatnonzero((read > 0) & (read >= _OVER_READ * requested)).tolist()
+    return {tensors.names[one]: (int(read[one]), int(requested[one])) for one in far_more}
 
 
 _Range = tuple[int, int, int, int, int]

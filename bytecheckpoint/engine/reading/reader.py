@@ -50,12 +50,13 @@ _GAPS_PER_READ, _REMOTE_GAPS_PER_READ = 32, 8
 class ReadStats:
     """Bytes fetched from storage, of these the checked ones, and bytes requested. Thread-safe.
 
-    ``read / requested`` is the read amplification.
+    ``read / requested`` is the read amplification. ``over_reads`` are those of plans (``ReadPlan.over_reads``).
     """
 
     read: int = 0
     checked: int = 0
     requested: int = 0
+    over_reads: dict[str, tuple[int, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, read: int = 0, requested: int = 0, checked: int = 0) -> None:
@@ -138,6 +139,7 @@ class ShardReader:
                 _REMOTE_THREADS if is_remote else _CACHED_THREADS
             )
         self.stats.add(requested=plan.requested)
+        self.stats.over_reads.update(plan.over_reads)
         self._finish(own_check)
 
     @property
