@@ -13,15 +13,17 @@ import logging
 import os
 import re
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import StorageError, UnsupportedURLError
 from ..version import install_command
 from .base import StorageBackend
 from .keys import check_key, is_object_key
 from .obstore.roots import SCHEMES, NotServedError, store_root_of
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINT_GROUP = "bytecheckpoint.storage_backends"
 
@@ -230,6 +232,8 @@ def absolute_url(url: object) -> str:
 @cache
 def plugin_schemes() -> dict[str, list[EntryPoint]]:
     """Return the entry points of installed packages by scheme. They are looked up once and not imported."""
+    from importlib.metadata import entry_points  # not above: most roots are local, and need none
+
     found: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         same_scheme = found.setdefault(entry.name, [])

@@ -10,7 +10,7 @@ import click
 from ..checkpoint.location import Location
 from ..checkpoint.sweep import remove_uncommitted, sweep_older, uncommitted
 from ..storage_backends.local.backend import LocalBackend
-from ..transfer.journal import find_damaged_journals, find_journals
+from ..transfer.journal import find_upload_journals
 from .options import EXIT_NEGATIVE, DependentOption, Locate, command, not_negative
 from .output import Output, size_text
 
@@ -79,6 +79,4 @@ def waiting_uploads(root: Location) -> list[str]:
     folder = root.open()
     if not isinstance(folder, LocalBackend):
         return []
-    journals = [path for path, head in find_journals(folder.url) if head.direction == "to"]
-    journals += find_damaged_journals(folder.url)
-    return sorted({os.path.relpath(os.path.dirname(path), folder.url) for path in journals})
+    return sorted({os.path.relpath(os.path.dirname(path), folder.url) for path in find_upload_journals(folder.url)})

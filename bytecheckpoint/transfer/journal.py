@@ -118,11 +118,22 @@ def find_journals(root: str) -> Iterator[tuple[str, JournalHead]]:
             yield path, head
 
 
+def find_upload_journals(root: str) -> Iterator[str]:
+    """Yield the path of every journal of an upload below a directory, also of damaged ones."""
+    for path, head in _walk(root):
+        if head.direction == "to" if head is not None else _is_of_upload(path):
+            yield path
+
+
 def find_damaged_journals(root: str) -> Iterator[str]:
     """Yield the path of every journal of an upload below a directory that does not show what it is about."""
     for path, head in _walk(root):
-        if head is None and os.path.basename(path).startswith(f"{JOURNAL_PREFIX}to-"):
+        if head is None and _is_of_upload(path):
             yield path
+
+
+def _is_of_upload(path: str) -> bool:
+    return os.path.basename(path).startswith(f"{JOURNAL_PREFIX}to-")
 
 
 def repair_journals(directory: str, manifest: Manifest, urls: Iterable[str]) -> None:

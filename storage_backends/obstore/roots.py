@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 from ..keys import is_object_key
@@ -75,6 +74,8 @@ def store_root_of(url: str, options: Mapping[str, Any], *, is_chosen: bool = Fal
     Raises:
         NotServedError: It does not serve the URL, or not with these options.
     """
+    from importlib.metadata import version  # not above: it takes a tenth of the time of `bcp ls --help`
+
     installed = version("obstore")
     if tuple(int(part) for part in re.findall(r"\d+", installed)[:3]) < _LEAST_VERSION:
         raise NotServedError(f"obstore {installed} is too old")

@@ -284,7 +284,7 @@ def test_output_that_cannot_be_written(one: Path) -> None:
 
 def test_nothing_slow_is_imported_for_nothing(one: Path) -> None:
     """What only some commands need, or only some states: torch takes two seconds."""
-    slow = {"torch", "fsspec", "s3fs", "vllm", "transformers"}
+    slow = {"torch", "fsspec", "s3fs", "vllm", "transformers", "importlib.metadata"}
     check = f"""
 import sys
 from bytecheckpoint.cli import cli
