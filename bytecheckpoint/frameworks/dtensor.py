@@ -12,7 +12,8 @@ from copy import copy
 from functools import lru_cache, partial
 from math import prod
 from operator import mul
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -38,42 +39,73 @@ def loaded_class(module: str, name: str) -> type | tuple[()]:
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     """Whether this is a DTensor. Imports nothing."""
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
         return False
-    return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor"))
+    cls = loaded_class("torch.distributed.tensor", "DTensor")
+    return kind is cls or isinstance(tensor, cls)
 
 
 def local_tensor(dtensor: DTensor) -> torch.Tensor:
     """The local tensor, detached. Makes no copy and starts no collective, but waits for one in progress."""
+    return attached_local_tensor(dtensor).detach()
+
+
+def attached_local_tensor(dtensor: DTensor) -> torch.Tensor:
+    """``local_tensor``, but not detached: detaching costs as much as all else that is done for a small tensor."""
     local: torch.Tensor = dtensor._local_tensor
-    if isinstance(local, loaded_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")):
-        local = local.wait()  # type: ignore[attr-defined]
-    return local.detach()
+    if type(local) is not torch.Tensor and isinstance(
+        local, loaded_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    ):
+        waited: torch.Tensor = local.wait()  # type: ignore[attr-defined]
+        return waited
+    return local
+
+
+class _Held(NamedTuple):
+    """What this rank holds of the tensors with a spec, which ``refers_to`` if it still exists."""
+
+    refers_to: ReferenceType[DTensorSpec]
+    local_shape: tuple[int, ...]
+    boxes: tuple[LocalBox, ...]
+
+
+# By id of the spec. torch replaces a DTensor's spec and never changes it; a parameter keeps its own for all saves.
+_held_by_spec: dict[int, _Held] = {}
 
 
 def dtensor_boxes(fqn: str, dtensor: DTensor) -> Sequence[LocalBox]:
     """The boxes of a DTensor, checked against its local shape. Raises ``UnsupportedTensorError``."""
-    sharding = sharding_of(dtensor._spec)
-    if sharding is None:
-        return ()
-    try:
-        expected, boxes = _held(sharding)
-    except (UnsupportedTensorError, TypeError):  # again, for the tensor's name; or for what cannot be remembered
-        expected, boxes = sharding.held(fqn)
-    actual = dtensor._local_tensor.shape
+    spec = dtensor._spec
+    held = _held_by_spec.get(id(spec))
+    if held is None or held.refers_to() is not spec:
+        sharding = sharding_of(spec)
+        if sharding is None:
+            return ()
+        key = id(spec)
+        refers_to = ref(spec, lambda _: _held_by_spec.pop(key, None))
+        held = _held_by_spec[key] = _Held(refers_to, *_held(fqn, sharding))
+    expected, actual = held.local_shape, dtensor._local_tensor.shape
     # Empty parts are spelled differently by different torch code ([0], [0, n], [m, 0]); they hold the same nothing.
     if expected != actual and not (prod(expected) == 0 and prod(actual) == 0):
         raise UnsupportedTensorError(
-            f"{fqn}: the DTensor of global shape {list(sharding.shape)} with placements {sharding.placements} on a "
-            f"mesh of {list(sharding.mesh_shape)} should hold a local tensor of shape {list(expected)} at coordinate "
-            f"{list(sharding.coordinate)}, but holds {list(actual)}; which elements these are cannot be known. "
+            f"{fqn}: the DTensor of global shape {list(dtensor.shape)} with placements {dtensor.placements} on a "
+            f"mesh of {list(spec.mesh.shape)} should hold a local tensor of shape {list(expected)} at coordinate "
+            f"{spec.mesh.get_coordinate()}, but holds {list(actual)}; which elements these are cannot be known. "
             "Distribute it with distribute_tensor, parallelize_module or fully_shard, or correct the shape given to "
             "from_local"
         )
-    return boxes
+    return held.boxes
 
 
-_held = lru_cache(maxsize=1 << 14)(MeshSharding.held)  # layers share their sharding, and so does optimizer state
+def _held(fqn: str, sharding: MeshSharding) -> tuple[tuple[int, ...], tuple[LocalBox, ...]]:
+    try:
+        return _remembered(sharding)
+    except (UnsupportedTensorError, TypeError):  # again, for the tensor's name; or for what cannot be remembered
+        return sharding.held(fqn)
+
+
+_remembered = lru_cache(maxsize=1 << 14)(MeshSharding.held)  # layers share their sharding, so does optimizer state
 
 
 def sharding_of(spec: DTensorSpec) -> MeshSharding | None:

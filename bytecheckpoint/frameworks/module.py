@@ -129,34 +129,34 @@ class ModuleAdapter(Adapter):
         capture = Capture(context, source)
         declared = declared_replicas(modules) if context.world_size > 1 else {}
         for group in group_tied(capture_own_state(find_own_state(named), self.slots(modules), capture)):
-            fqn = group[0].fqn
-            if context.trainable_only and all(slot.is_parameter and not slot.tensor.requires_grad for slot in group):
-                source.left_out.update((slot.fqn,) for slot in group)
+            slot = group[0]
+            fqn, tensor, kind = slot.fqn, slot.tensor, slot.kind
+            if context.trainable_only and all(one.is_parameter and not one.tensor.requires_grad for one in group):
+                source.left_out.update((one.fqn,) for one in group)
                 continue
-            if group[0].tensor.is_meta:
+            if tensor.is_meta:
                 raise UnsupportedTensorError(
                     f"{context.section}: {fqn} is on the meta device and has no values; load or initialize it first"
                 )
-            kind = group[0].kind
             if kind.is_wrapper:
-                held = held_wrapper(fqn, group[0].tensor)
+                held = held_wrapper(fqn, tensor)
                 source.values[_wrapper_path(fqn)] = held.record
                 metas, shards = held.metas, held.shards
             else:
-                meta, shards = tensor_shards(fqn, group[0].tensor, kind)
+                meta, shards = tensor_shards(fqn, tensor, kind)
                 metas = {fqn: meta}
             _require_free(metas, source.metas)
             source.metas.update(metas)
             source.shards += shards
             if len(group) > 1:
-                source.aliases.update({slot.fqn + name[len(fqn) :]: name for slot in group[1:] for name in metas})
+                source.aliases.update({one.fqn + name[len(fqn) :]: name for one in group[1:] for name in metas})
             if kind.is_distributed:
                 continue
-            if not group[0].is_parameter:
+            if not slot.is_parameter:
                 # Running statistics diverge between ranks; like DDP, the first rank's are stored.
                 source.pinned.update(metas)
             elif context.world_size > 1:
-                source.mark_replicas(metas, declared.get(id(group[0].tensor)))
+                source.mark_replicas(metas, declared.get(id(tensor)))
         extra = _ExtraState(named)
         if extra.owners:
             capture.visit(extra, _EXTRA_STATE)

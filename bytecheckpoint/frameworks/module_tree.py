@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import NameCollisionError
 from .dtensor import is_dtensor, loaded_class, local_tensor
-from .tensors import TensorKind, address_of, tensor_kind
+from .tensors import DTENSOR, TensorKind, address_of, tensor_kind
 
 EXTRA_STATE = "_extra_state"
 """A module's extra state has the path ``(EXTRA_STATE, fqn, ...)``. In torch's state dicts this ends its name."""
@@ -125,12 +125,19 @@ def join_names(prefix: str, name: str) -> str:
 def group_tied(slots: Sequence[Slot]) -> list[list[Slot]]:
     """Group the slots that share memory, in order of first appearance."""
     groups: dict[object, list[Slot]] = {}
-    addresses = [address_of(slot.tensor) if slot.kind.is_plain else 0 for slot in slots]
+    addresses = [_address(slot) for slot in slots]
     counts = Counter(addresses)
     for slot, address in zip(slots, addresses, strict=True):
         alone = address and counts[address] == 1  # few tensors share an address, and a number is the cheapest key
         groups.setdefault(address if alone else tie_key(slot.tensor, slot.kind), []).append(slot)
     return list(groups.values())
+
+
+def _address(slot: Slot) -> int:
+    """Where the elements that this rank holds begin; 0 if that is unknown, or if there are none."""
+    if slot.kind.is_plain:
+        return address_of(slot.tensor)
+    return address_of(slot.tensor._local_tensor) if slot.kind is DTENSOR else 0  # type: ignore[attr-defined]
 
 
 def tie_key(tensor: torch.Tensor, kind: TensorKind | None = None) -> tuple[object, ...]:

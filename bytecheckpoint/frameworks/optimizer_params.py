@@ -43,17 +43,19 @@ class NamedParam:
     entry_layouts: Mapping[str, ParamLayout] = field(default_factory=dict)
     is_divided: bool = False
 
-    @cached_property
+    @property
     def names(self) -> tuple[str, ...]:
         """Every name in the parameter."""
         return tuple(self.layout.fqns)
 
-    @cached_property
+    @property
     def local_layout(self) -> ParamLayout:
         """The layout of a plain tensor with the shape of the parameter's local memory."""
-        if self.is_divided or not is_dtensor(self.param):
-            return self.layout
-        return dtensor_layout(self.names[0], self.param)
+        return self.layout if self.is_divided or not is_dtensor(self.param) else self._layout_of_part
+
+    @cached_property
+    def _layout_of_part(self) -> ParamLayout:
+        return dtensor_layout(self.names[0], self.param)  # type: ignore[arg-type]
 
     @property
     def state(self) -> Mapping[Any, Any]:

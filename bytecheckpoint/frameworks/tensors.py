@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,8 @@ from ..errors import UnsupportedTensorError
 from ..tensors.derived import is_derived
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
-from ..tensors.shards import IrregularShard, Shard
-from .dtensor import dtensor_shards, is_dtensor, loaded_class, local_tensor, named_whole
+from ..tensors.shards import IrregularShard, Shard, whole_tensor
+from .dtensor import attached_local_tensor, dtensor_shards, is_dtensor, loaded_class, named_whole
 
 _ADVICE = {
     torch.sparse_coo: ".to_dense()",
@@ -53,7 +54,8 @@ class TensorKind(NamedTuple):
 
 
 _PLAIN, _OTHER, _WRAPPER = TensorKind(is_plain=True), TensorKind(), TensorKind(is_wrapper=True)
-_DTENSOR, _SHARDED = TensorKind(is_dtensor=True, is_distributed=True), TensorKind(is_distributed=True)
+DTENSOR, _SHARDED = TensorKind(is_dtensor=True, is_distributed=True), TensorKind(is_distributed=True)
+_WRAPPED_DTENSOR = DTENSOR._replace(is_wrapper=True)
 
 
 def tensor_kind(tensor: object) -> TensorKind:
@@ -63,7 +65,7 @@ def tensor_kind(tensor: object) -> TensorKind:
     if not isinstance(tensor, torch.Tensor):
         return _OTHER
     if is_dtensor(tensor):
-        return _DTENSOR._replace(is_wrapper=tensor_kind(tensor._local_tensor).is_wrapper)
+        return _WRAPPED_DTENSOR if tensor_kind(tensor._local_tensor).is_wrapper else DTENSOR
     if isinstance(tensor, loaded_class("torch.distributed._shard.sharded_tensor", "ShardedTensor")):
         return _SHARDED
     if tensor.layout != torch.strided or tensor.is_nested or not hasattr(type(tensor), "__tensor_unflatten__"):
@@ -74,7 +76,7 @@ def tensor_kind(tensor: object) -> TensorKind:
 
 
 def tensor_shards(fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None) -> tuple[BasicMeta, list[Shard]]:
-    """Dtype and global shape of a tensor, and its local shards as views of its memory.
+    """Dtype and global shape of a tensor, and its local shards: the tensor itself, or views of its memory.
 
     A plain tensor is one whole box, a replica on every rank. Makes no copy and runs no collective. A meta tensor yields
     meta shards; the caller decides whether that is an error. Pass the ``kind`` if it is known. Raises
@@ -82,18 +84,44 @@ def tensor_shards(fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None
     """
     kind = kind or tensor_kind(tensor)
     if kind.is_dtensor:
-        return dtensor_shards(fqn, tensor, dense_view(fqn, local_tensor(tensor)))  # type: ignore[arg-type]
+        return dtensor_shards(fqn, tensor, _dense(fqn, attached_local_tensor(tensor)))  # type: ignore[arg-type]
     if kind.is_distributed:
         return _sharded_tensor_shards(fqn, tensor)
-    dense = dense_view(fqn, tensor)
+    dense = _dense(fqn, tensor)
     meta, box = named_whole(fqn, dense.dtype, dense.shape)
     return meta, [Shard.unchecked(fqn, meta, box, dense)]
 
 
+def describe_plain(
+    names: Sequence[str], tensors: Sequence[torch.Tensor], taken: Set[int]
+) -> tuple[list[int], list[Shard]] | None:
+    """Addresses and shards of plain tensors, none of which shares its first element with another one.
+
+    This is ``tensor_shards`` for many tensors in a third of the time. ``taken`` are addresses of further tensors. None
+    if any tensor is not of a plain type, has no memory, is refused, or is tied.
+    """
+    if not _PLAIN_TYPES.issuperset(map(type, tensors)):
+        return None
+    try:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        whole = [whole_tensor(tensor.dtype, tensor.shape) for tensor in tensors]
+    except (RuntimeError, UnsupportedTensorError):  # traced or nested tensors; quantized ones
+        return None
+    is_refused = min(addresses, default=_MIN_ADDRESS) < _MIN_ADDRESS or any(hasattr(one, _ZERO3) for one in tensors)
+    if is_refused or len(set(addresses)) < len(addresses) or not taken.isdisjoint(addresses):
+        return None
+    shard = Shard.unchecked
+    described = zip(names, whole, tensors, strict=True)
+    return addresses, [shard(name, meta, box, tensor) for name, (meta, box), tensor in described]
+
+
+def _dense(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with dense memory: this one if it is plain, since detaching doubles the time for small ones."""
+    return tensor if type(tensor) in _PLAIN_TYPES and not _is_odd(tensor) else dense_view(fqn, tensor)
+
+
 def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as a plain detached ``torch.Tensor`` on the same memory, or a derived tensor itself.
-
-    The memory stays when the caller gives the tensor another one (``tensor.data = ...``) while a save still copies it.
 
     Raises ``UnsupportedTensorError``.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from .base import Context
 from .digests import tensor_digest
 from .module_tree import has_fsdp1, tie_key
 from .rng import RNGState
-from .tensors import TensorKind, address_of, tensor_kind, tensor_shards
+from .tensors import TensorKind, address_of, describe_plain, tensor_kind, tensor_shards
 from .tree_paths import PathIndex, kind_of
 from .unsupported import require_supported
 
 ROOT_TENSOR: Path = ("tensor",)
 """The path of a tensor that is a section by itself."""
+
+_MANY = 16  # tensors of a mapping, from which on they are described together
 
 
 class Capture:
@@ -35,9 +37,9 @@ class Capture:
     def finish(self) -> SectionSource:
         """Add markers for the tensors whose names do not determine their paths."""
         index = PathIndex.of(self.source.values)
+        ambiguous, path_of = index.ambiguous, index.path_of
         for fqn, path in self.paths.items():
-            is_ambiguous = bool(index.ambiguous) and path_name(path[:-1]) in index.ambiguous
-            if is_ambiguous or index.path_of(fqn) != path:
+            if path_of(fqn) != path or (ambiguous and path_name(path[:-1]) in ambiguous):
                 self._put(path, Container("tensor"), own=fqn in self.source.per_rank)
         return self.source
 
@@ -67,8 +69,31 @@ class Capture:
         marker = _marker(node, kind, path)
         if marker is not None:
             self._put(path, marker, own=own)
+        if kind == "mapping" and not own and len(node) >= _MANY and self._add_plain(node, path):
+            return
         for key, child in node.items() if kind == "mapping" else enumerate(node):
             self.visit(child, (*path, key), own=own)
+
+    def _add_plain(self, node: Mapping[Any, Any], path: Path) -> bool:
+        """Add a mapping of plain tensors, each with its own memory and name; False, and adds nothing, for any other.
+
+        The result is that of ``visit`` for each of them, in a third of the time.
+        """
+        prefix = f"{path_name(path)}." if path else ""
+        names, tensors = [f"{prefix}{key}" for key in node], list(node.values())
+        if len(set(names)) < len(names) or not self.paths.keys().isdisjoint(names):
+            return False
+        described = describe_plain(names, tensors, self._memory.addresses)
+        if described is None:
+            return False
+        addresses, shards = described
+        self._memory.add(addresses, names, tensors)
+        self.paths.update(zip(names, [(*path, key) for key in node], strict=True))
+        self.source.metas.update((shard.fqn, shard.meta) for shard in shards)
+        self.source.shards += shards
+        if self.context.world_size > 1:
+            self.source.digests.update((shard.fqn, tensor_digest(shard.meta, shard.tensor)) for shard in shards)
+        return True
 
     def _put(self, path: Path, value: Any, *, own: bool) -> None:
         self.source.values[path] = value
@@ -138,6 +163,15 @@ class SameMemory:
         # References keep the tensors alive: reused memory would look like a tie.
         self._by_address: dict[int, tuple[str, torch.Tensor]] = {}
         self._first: dict[tuple[object, ...], tuple[str, torch.Tensor]] = {}
+
+    @property
+    def addresses(self) -> Set[int]:
+        """Where the tensors begin."""
+        return self._by_address.keys()
+
+    def add(self, addresses: Iterable[int], names: Iterable[str], tensors: Iterable[torch.Tensor]) -> None:
+        """Remember tensors at new addresses."""
+        self._by_address.update(zip(addresses, zip(names, tensors, strict=True), strict=True))
 
     def first_name(self, fqn: str, tensor: torch.Tensor, kind: TensorKind) -> str | None:
         """The name of an earlier tensor with exactly the same memory.

@@ -135,6 +135,7 @@ class PathIndex:
     """Dotted names that several containers have."""
     _by_name: dict[str, Path] = field(init=False)
     _exact: dict[str, Path] = field(init=False)
+    _is_flat: bool = field(init=False)
 
     def __post_init__(self) -> None:
         # Sorted, so that saving and loading choose the same of two paths with one dotted name.
@@ -146,6 +147,9 @@ class PathIndex:
                 self.ambiguous.add(path_name(path))
         self._by_name.setdefault(path_name(self.at), self.at)
         self._exact = {path_name(path): path for path, c in self.containers.items() if c.kind == "tensor"}
+        root = self.containers.get(())
+        has_names = root is None or root.kind not in ("list", "tuple")
+        self._is_flat = has_names and len(self._by_name) == 1 and not self.at  # every other tensor is in the root
 
     @classmethod
     def of(cls, values: Mapping[Path, Any], at: Path = ()) -> PathIndex:
@@ -154,11 +158,11 @@ class PathIndex:
 
     def path_of(self, fqn: str) -> Path:
         """The path of the tensor with this name."""
-        if not self.containers and not self.at:
-            return (fqn,)
         if fqn in self._exact:
             return self._exact[fqn]
-        end = fqn.rfind(".") if len(self._by_name) > 1 or self.at else -1  # a flat mapping has only the root
+        if self._is_flat:
+            return (fqn,)
+        end = fqn.rfind(".")
         while end >= 0:
             path = self._by_name.get(fqn[:end])
             if path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ import torch
 from ..engine.files import FileImage
 from ..engine.staging.staging import Staging
 from ..errors import StateError
-from ..frameworks.dtensor import is_dtensor, local_tensor
+from ..frameworks.dtensor import attached_local_tensor, is_dtensor
 from ..frameworks.module_tree import modules_of
 from ..runtime.messages import listed
 from .engine import SaveEngine
@@ -38,6 +38,8 @@ class SaveGate:
             for shard in image.shards:
                 holder = self._hooks.holder_of(shard.tensor)
                 if holder is not None:
+                    # It keeps its memory when the caller gives the parameter another one: parameter.data = ...
+                    shard.tensor = shard.tensor.detach()
                     self._late.add(id(shard.tensor))
                     name = f"{image.section}.{shard.fqn}" if image.section else shard.fqn
                     self._watched.append((name, holder, holder._version))
@@ -117,10 +119,8 @@ class StepHooks:
         self._optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer) and _is_hooked(item)]
         self._modules = [module for value in state.values() for module in modules_of(value)]
         self._handles: list[Any] = []
-        ranges = sorted(((*_extent(_local(tensor)), tensor) for tensor in self._stepped()), key=itemgetter(0))
-        self._begins = [begin for begin, *_ in ranges]
-        self._ends = [end for _, end, _ in ranges]
-        self._holders = [tensor for *_, tensor in ranges]
+        # By id of the tensor with the memory, which the entry keeps alive.
+        self._stepped = {id(local): (local, holder) for local, holder in self._find_stepped()}
 
     def holder_of(self, dense: torch.Tensor) -> torch.Tensor | None:
         """The optimizer's tensor, a parameter or its state, whose memory contains ``dense``.
@@ -128,9 +128,20 @@ class StepHooks:
         None if anything but a step may change ``dense``, or if a change without a hook could not be detected. In-place
         operations on the holder increase its ``_version``, except for those through ``.data``.
         """
+        found = self._stepped.get(id(dense))  # almost always
+        if found is not None:
+            return found[1]
         begin, end = _extent(dense)
-        at = bisect_right(self._begins, begin) - 1
-        return self._holders[at] if begin < end and at >= 0 and end <= self._ends[at] else None
+        at = bisect_right(self._ranges, begin, key=itemgetter(0)) - 1
+        if begin == end or at < 0:
+            return None
+        _, last, holder = self._ranges[at]
+        return holder if end <= last else None
+
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int, torch.Tensor]]:
+        """Where the memory of each stepped tensor begins and ends."""
+        return sorted(((*_extent(local), holder) for local, holder in self._stepped.values()), key=itemgetter(0))
 
     def register(self, wait: Callable[[], None]) -> None:
         """Call ``wait`` before every step and every load, in its thread. ``holder_of`` finds nothing afterwards."""
@@ -143,7 +154,8 @@ class StepHooks:
         for owner in owners.values():
             self._handles.append(owner.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
         # The handles hold weak references only; neither do these lists keep the objects alive.
-        self._optimizers, self._modules, self._holders = [], [], []
+        self._optimizers, self._modules, self._stepped = [], [], {}
+        self.__dict__.pop("_ranges", None)
 
     def remove(self) -> None:
         """Remove the hooks. Do not call this inside a hook, or while another thread may run one: torch iterates over
@@ -151,14 +163,16 @@ class StepHooks:
         while self._handles:
             self._handles.pop().remove()
 
-    def _stepped(self) -> Iterator[torch.Tensor]:
-        """Every tensor that only steps change, and that counts its changes."""
+    def _find_stepped(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Every tensor that only steps change, and that counts its changes, after the tensor that has its memory."""
         for optimizer in self._optimizers:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            yield from (param for param in params if _counts_changes(param))
+            tensors = [param for group in optimizer.param_groups for param in group["params"]]
             for param, entries in optimizer.state.items():
                 if isinstance(param, torch.Tensor) and isinstance(entries, Mapping):
-                    yield from (v for v in entries.values() if isinstance(v, torch.Tensor) and _counts_changes(v))
+                    tensors += [value for value in entries.values() if isinstance(value, torch.Tensor)]
+            for tensor in tensors:
+                if tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_inference():
+                    yield attached_local_tensor(tensor) if is_dtensor(tensor) else tensor, tensor
 
 
 class _Hook:
@@ -181,16 +195,6 @@ class _Hook:
 def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether torch runs hooks around ``step``. It does not if a class never calls ``Optimizer.__init__``."""
     return bool(getattr(type(optimizer).step, "hooked", False))
-
-
-def _counts_changes(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has memory and a version counter."""
-    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_inference()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    plain = type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor
-    return local_tensor(tensor) if not plain and is_dtensor(tensor) else tensor
 
 
 def _extent(dense: torch.Tensor) -> tuple[int, int]:

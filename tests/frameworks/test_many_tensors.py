@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -75,12 +73,3 @@ def test_only_the_same_view_is_a_tie() -> None:
     for nothing in (torch.empty(0), torch.empty(2, device="meta"), torch.zeros(2, 2).to_sparse()):
         assert memory.first_name("one", nothing, tensor_kind(nothing)) is None
         assert memory.first_name("two", nothing, tensor_kind(nothing)) is None
-
-
-@pytest.mark.parametrize("make", [torch.Tensor, torch.nn.Parameter], ids=["tensor", "parameter"])
-def test_a_captured_tensor_keeps_its_memory(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A gated save still copies it when the caller gives the tensor other memory."""
-    tensor = make(torch.arange(8.0))
-    _, (shard,) = tensor_shards("a", tensor)
-    tensor.data = torch.zeros(8)
-    assert torch.equal(shard.tensor, torch.arange(8.0))
