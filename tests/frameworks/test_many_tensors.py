@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.errors import BytecheckpointError, UnsupportedTensorError
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import BytecheckpointError, NameCollisionError, UnsupportedTensorError
+from bytecheckpoint.frameworks import tree_capture
+from bytecheckpoint.frameworks.base import Context
 from bytecheckpoint.frameworks.sections import _are_plain, check_name
 from bytecheckpoint.frameworks.tensors import dense_view, tensor_kind, tensor_shards
-from bytecheckpoint.frameworks.tree_capture import SameMemory
+from bytecheckpoint.frameworks.tree_capture import Capture, SameMemory
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.shards import Shard
 
@@ -73,3 +79,73 @@ def test_only_the_same_view_is_a_tie() -> None:
     for nothing in (torch.empty(0), torch.empty(2, device="meta"), torch.zeros(2, 2).to_sparse()):
         assert memory.first_name("one", nothing, tensor_kind(nothing)) is None
         assert memory.first_name("two", nothing, tensor_kind(nothing)) is None
+
+
+def _context(world_size: int = 1) -> Context:
+    return Context(section="s", state={}, rank=0, world_size=world_size)
+
+
+def _mapping(count: int) -> dict[str, torch.Tensor]:
+    return {f"layer.{index}.w": torch.full((2, index % 3 + 1), float(index)) for index in range(count)}
+
+
+def _tied() -> dict[str, torch.Tensor]:
+    tensors = _mapping(20)
+    return {**tensors, "tied": tensors["layer.3.w"], "part": tensors["layer.4.w"][:1]}
+
+
+_MAPPINGS: dict[str, Callable[[], dict[Any, Any]]] = {
+    "plain": lambda: _mapping(20),
+    "parameters": lambda: {name: torch.nn.Parameter(tensor) for name, tensor in _mapping(20).items()},
+    "numbers": lambda: dict(enumerate(_mapping(20).values())),
+    "tied": _tied,
+    "empty": lambda: {**_mapping(20), "none": torch.empty(0, 3)},
+    "mixed": lambda: {**_mapping(20), "step": 3, "more": {"deep": torch.ones(2)}},
+    "nested": lambda: {"model": _mapping(20), "ema": _mapping(20), "list": [_mapping(20), _mapping(3)]},
+    "tied to another": lambda: (lambda one: {"model": one, "ema": dict(one)})(_mapping(20)),
+    "transposed": lambda: {**_mapping(20), "t": torch.arange(6.0).view(2, 3).t()},
+    "with own values": lambda: {"mine": bcp.PerRank(_mapping(20)), "all": _mapping(20)},
+}
+
+
+@pytest.mark.parametrize("name", _MAPPINGS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_mapping_is_described_as_its_tensors_are_one_by_one(
+    name: str, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = _MAPPINGS[name]()
+
+    def described() -> tuple[object, ...]:
+        capture = Capture(_context(world_size))
+        capture.visit(tree)
+        source = capture.finish()
+        shards = [(shard.fqn, shard.meta, shard.box, shard.tensor.data_ptr()) for shard in source.shards]
+        values = {path: repr(value) for path, value in source.values.items()}
+        return list(source.metas.items()), shards, values, source.aliases, source.digests, source.per_rank
+
+    together = described()
+    monkeypatch.setattr(tree_capture, "_MANY", 1 << 60)
+    assert together == described()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(2, 2).to_sparse(),
+        lambda: torch.empty(2, device="meta"),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+    ],
+    ids=["sparse", "meta", "nested", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_one_odd_tensor_among_many_is_named(make: Callable[[], torch.Tensor]) -> None:
+    capture = Capture(_context())
+    with pytest.raises(UnsupportedTensorError, match=r"^(s\.)?odd"):
+        capture.visit({**_mapping(20), "odd": make()})
+
+
+def test_equal_names_among_many_are_refused() -> None:
+    capture = Capture(_context())
+    with pytest.raises(NameCollisionError, match=r"'7'"):
+        capture.visit({**dict(enumerate(_mapping(20).values())), "7": torch.ones(1)})
