@@ -261,9 +261,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--remark", default="", help="a sentence on the circumstances, for the report")
     options = parser.parse_args()
     command = f"python -m benchmarks.long_run --minutes {options.minutes:g}"
-    document = results.header(command, {"minutes": options.minutes, "threads": 1}, options.folder)
+    document = results.header(
+        command, {"minutes": options.minutes, "threads": 1, "remark": options.remark}, options.folder
+    )
     document["result"] = measure(options.folder, options.minutes)
     show(table(document["result"]), Console(width=160))
     if options.json is not None:

@@ -62,7 +62,7 @@ for bit.
   sent are those of the machine's loopback interface during the save.
 
 All of this ran on CPUs. `make gpu` measures stall, gate, save, load and push on a machine with a GPU, and replaces
-[performance/gpu.md](performance/gpu.md); until then, that page says that no run has been made yet.
+[performance/gpu.md](performance/gpu.md).
 """
 
 
@@ -298,10 +298,12 @@ def _sections(document: Mapping[str, Any], pictures: Path) -> list[str]:
 def _where(run: Mapping[str, Any]) -> str:
     """Describe when, how and on what machine a run was made, if it is not the run of the whole page."""
     machine, settings = run["machine"], run["settings"]
+    length = f"{settings['rounds']} rounds" if "rounds" in settings else f"{settings['minutes']:g} minutes"
+    remark = f" {settings['remark']}" if settings.get("remark") else ""
     lines = [
-        f"Run of {run['created']}: {settings['rounds']} rounds, torch threads per process: {settings['threads']};",
+        f"Run of {run['created']}: {length}, torch threads per process: {settings['threads']};",
         f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Linux {machine['kernel']},",
-        f"{machine['file_system']}, huge pages: {machine['huge_pages']}. To reproduce:",
+        f"{machine['file_system']}, huge pages: {machine['huge_pages']}.{remark} To reproduce:",
         "",
         f"    {run['command']}",
         "",
