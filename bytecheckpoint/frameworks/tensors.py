@@ -116,8 +116,10 @@ def describe_plain(
 
 
 def _dense(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with dense memory: this one if it is plain, since detaching doubles the time for small ones."""
-    return tensor if type(tensor) in _PLAIN_TYPES and not _is_odd(tensor) else dense_view(fqn, tensor)
+    """A tensor that may be filled: this one if possible, since detaching doubles the time for small ones."""
+    if type(tensor) in _PLAIN_TYPES and not tensor.requires_grad and not _is_odd(tensor):
+        return tensor
+    return dense_view(fqn, tensor)
 
 
 def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ _MAPPINGS: dict[str, Callable[[], dict[Any, Any]]] = {
     "nested": lambda: {"model": _mapping(20), "ema": _mapping(20), "list": [_mapping(20), _mapping(3)]},
     "tied to another": lambda: (lambda one: {"model": one, "ema": dict(one)})(_mapping(20)),
     "transposed": lambda: {**_mapping(20), "t": torch.arange(6.0).view(2, 3).t()},
-    "with own values": lambda: {"mine": bcp.PerRank(_mapping(20)), "all": _mapping(20)},
+    "with own values": lambda: {"own": bcp.PerRank(_mapping(20)), "all": _mapping(20)},
 }
 
 

@@ -42,7 +42,7 @@ def stored_from(source):
 
 def load(module, source, values, **more):
     """Load as the library does: fill the target's shards from whole tensors by name, then apply."""
-    ctx = context(**more)
+    ctx = context(**{"state": {"model": module}, **more})
     target = ADAPTER.target(module, ctx, stored_from(source))
     for shard in target.shards:
         shard.tensor.copy_(values[source.aliases.get(shard.fqn, shard.fqn)][shard.box.slices()])
