@@ -35,8 +35,7 @@ from .saving.failures import FailedSaves
 from .saving.gating import pass_gates
 from .saving.handle import SaveHandle
 from .saving.options import SaveOptions, SaveRequest
-from .saving.protocol import save
-from .saving.warmup import warm_up
+from .saving.protocol import save, warm_up
 from .telemetry.trace_files import TraceFiles
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from torch import nn
 
 from ..errors import UnknownObjectError, UsageError
 from .base import Adapter
-from .deepspeed import DeepSpeedAdapter, DeepSpeedOptimizerAdapter
+from .deepspeed.model import DeepSpeedAdapter
+from .deepspeed.optimizer import DeepSpeedOptimizerAdapter
 from .fsdp1 import FSDP1Adapter
 from .layout import ParamLayout
 from .megatron.model import MegatronModelAdapter

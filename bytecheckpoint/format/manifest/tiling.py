@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import FormatError, PlanError
 from ...tensors.geometry import find_overlap, inseparable
@@ -15,6 +16,11 @@ from .document import Manifest
 def reject(what: str) -> NoReturn:
     """Raise ``FormatError`` for a rule that the manifest breaks."""
     raise FormatError(f"manifest: {what}")
+
+
+def first_row(where: npt.NDArray[np.bool_]) -> int | None:
+    """Return the first row of which this holds, if any."""
+    return int(np.argmax(where)) if where.any() else None
 
 
 def tensor_of_shard(manifest: Manifest, row: int) -> str:
@@ -37,8 +43,7 @@ def check_tilings(manifest: Manifest) -> None:
         reject(f"tensor {tensor_of_shard(manifest, row)} has several shards and one of them is empty")
     # Sums can wrap around only for overlapping shards, which are rejected below.
     wrong = np.add.reduceat(volume, first) != numel
-    if wrong.any():
-        tensor = int(np.argmax(wrong))
+    if (tensor := first_row(wrong)) is not None:
         reject(
             f"shards of tensor {tensors.names[tensor]!r:.200} of shape {tensors.shape_of(tensor)} do not cover it "
             f"exactly: they have {np.add.reduceat(volume, first)[tensor]} of {numel[tensor]} elements"

@@ -17,7 +17,7 @@ from ...tensors.dtypes import DTYPES
 from ...tensors.tables import Int64, ragged_positions
 from .document import Manifest, Summary
 from .files import FILE_KINDS, is_encoded
-from .tiling import check_tilings, reject, tensor_of_shard
+from .tiling import check_tilings, first_row, reject, tensor_of_shard
 
 MAX_NDIM = 64
 MAX_HEADER_LENGTH = 100_000_008  # bytes: the longest safetensors header that readers accept, and the 8 bytes before it
@@ -117,8 +117,7 @@ def _check_files(manifest: Manifest) -> None:
     # Readers allocate a header of this length, so it must be bounded.
     bad = (files.head_length > files.size) | (~values & (files.head_length > MAX_HEADER_LENGTH))
     bad |= values & (files.head_length != files.size)
-    if bad.any():
-        row = int(np.argmax(bad))
+    if (row := first_row(bad)) is not None:
         reject(f"head of {files.head_length[row]} bytes in file {files.name[row]} of {files.size[row]}")
 
 
@@ -164,8 +163,7 @@ def _check_references(manifest: Manifest) -> None:
     if (np.bincount(row, minlength=len(names)) == 0).any():
         reject("no frame refers to one of the references")
     bad = (offset < 0) | (offset > size[row] - length)
-    if bad.any():
-        at = int(np.argmax(bad))
+    if (at := first_row(bad)) is not None:
         reject(
             f"frame {shared[at]} of {length[at]} bytes at {offset[at]} is outside {names[row[at]]!r:.200} of "
             f"{size[row[at]]}"
@@ -174,8 +172,7 @@ def _check_references(manifest: Manifest) -> None:
 
 def _check_column(what: str, column: Int64, low: int, high: int, names: list[str]) -> None:
     bad = (column < low) | (column >= high)
-    if bad.any():
-        row = int(np.argmax(bad))
+    if (row := first_row(bad)) is not None:
         reject(f"{what} {names[row]!r:.200} is {column[row]}, not from {low} to {high - 1}")
 
 
@@ -262,8 +259,7 @@ def _check_bounds(manifest: Manifest) -> Int64:
     room = files.data_size
     bad = (offset < 0) | (nbytes > room[file]) | (offset > room[file] - nbytes)
     bad |= np.array([kind != "tensors" for kind in files.kind], bool)[file]
-    if bad.any():
-        row = int(np.argmax(bad))
+    if (row := first_row(bad)) is not None:
         reject(
             f"a shard of tensor {tensor_of_shard(manifest, row)} has {nbytes[row]} bytes at {offset[row]} of "
             f"{files.name[file[row]]}: outside its {room[file[row]]} bytes of data, or not a tensor file"
@@ -277,8 +273,7 @@ def _check_ranges(manifest: Manifest) -> None:
     files, file, offset = manifest.files, manifest.shard_file, manifest.shard_offset
     nbytes = manifest.shard_nbytes
     bad = files.section[file] != manifest.tensors.section[manifest.shards.tensor]
-    if bad.any():
-        row = int(np.argmax(bad))
+    if (row := first_row(bad)) is not None:
         reject(
             f"a shard of tensor {tensor_of_shard(manifest, row)} is in "
             f"{files.name[file[row]]}: not a tensor file of its section"
@@ -292,13 +287,11 @@ def _check_ranges(manifest: Manifest) -> None:
     at, begin, length = file[rows], offset[rows], nbytes[rows]
     same = at[1:] == at[:-1]
     expected = np.append(0, np.where(same, (begin + length)[:-1], 0)) if len(rows) else begin
-    if (begin != expected).any():
-        row = int(np.argmax(begin != expected))
+    if (row := first_row(begin != expected)) is not None:
         reject(f"{files.name[at[row]]}: a shard begins at data byte {begin[row]}, not {expected[row]}: overlap or hole")
     end = np.zeros(len(files), np.int64)
     end[at] = begin + length  # ascending within each file, so the last one stays
-    if (end != room).any():
-        row = int(np.argmax(end != room))
+    if (row := first_row(end != room)) is not None:
         reject(f"{files.name[row]}: shards end at data byte {end[row]}, the file at {room[row]}")
 
 

@@ -2,10 +2,3 @@
 
 Neither imports DeepSpeed. Both read the engine's own structures, without collectives.
 """
-
-from __future__ import annotations
-
-from .model import DeepSpeedAdapter
-from .optimizer import DeepSpeedOptimizerAdapter
-
-__all__ = ["DeepSpeedAdapter", "DeepSpeedOptimizerAdapter"]
