@@ -95,12 +95,12 @@ def tensor_shards(fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None
 def describe_plain(
     names: Sequence[str], tensors: Sequence[torch.Tensor], taken: Set[int]
 ) -> tuple[list[int], list[Shard]] | None:
-    """Addresses and shards of plain tensors, none of which shares its first element with another one.
+    """Addresses and shards of plain tensors, none of which has the name or the first element of another one.
 
     This is ``tensor_shards`` for many tensors in a third of the time. ``taken`` are addresses of further tensors. None
-    if any tensor is not of a plain type, has no memory, is refused, or is tied.
+    if any tensor is not of a plain type, has no memory, is refused, or shares its name or memory.
     """
-    if not _PLAIN_TYPES.issuperset(map(type, tensors)):
+    if not _PLAIN_TYPES.issuperset(map(type, tensors)) or len(set(names)) < len(names):
         return None
     try:
         addresses = [tensor.data_ptr() for tensor in tensors]

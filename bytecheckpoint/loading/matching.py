@@ -91,11 +91,19 @@ class _SectionMatching:
 
     def match_tensors(self) -> None:
         rows: dict[str, int] = {}
+        section, stored_rows, stored_metas = self.stored.name, self.stored.tensor_rows, self.stored.contents.metas
+        selects_all = self.options.selection.selects_all and not self.stored.skipped
+        has_own_names = self.sources.has_own_names
+        # This loop runs once for each of many thousand small tensors.
         for fqn, meta in self.target.metas.items():
-            full = f"{self.stored.name}.{fqn}"
-            if self._is_deselected(full, fqn):
+            full = f"{section}.{fqn}"
+            if not selects_all and self._is_deselected(full, fqn):
                 continue
-            row, stored = self.stored.tensor_rows.get(fqn), self.stored.contents.metas.get(fqn)
+            row, stored = stored_rows.get(fqn), stored_metas.get(fqn)
+            if stored == meta and row is not None and has_own_names:
+                rows[fqn] = row
+                self.match.loaded.append(full)
+                continue
             if stored != meta:
                 row, stored = self._other_source(full, fqn, meta, row, stored)
             if row is None or stored is None:

@@ -285,6 +285,11 @@ class TensorSources:
         index = self._checkpoint.index
         return TensorEntry(index.stored_name(row), row, index.manifest.tensors.meta_of(row))
 
+    @property
+    def has_own_names(self) -> bool:
+        """Whether no tensor was renamed."""
+        return self._checkpoint.index.names is None
+
     def renamed_from(self, row: int) -> str | None:
         """The full name that a tensor has in the checkpoint, if a rename has changed it."""
         stored = self._checkpoint.index.stored_name(row)

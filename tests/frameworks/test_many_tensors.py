@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import BytecheckpointError, NameCollisionError, UnsupportedTensorError
-from bytecheckpoint.frameworks import tree_capture
+from bytecheckpoint.frameworks import tree_capture, tree_target
 from bytecheckpoint.frameworks.base import Context
 from bytecheckpoint.frameworks.sections import _are_plain, check_name
 from bytecheckpoint.frameworks.tensors import dense_view, tensor_kind, tensor_shards
 from bytecheckpoint.frameworks.tree_capture import Capture, SameMemory
+from bytecheckpoint.frameworks.tree_target import TreeBuilder
 from bytecheckpoint.tensors.geometry import Box
-from bytecheckpoint.tensors.shards import Shard
+from bytecheckpoint.tensors.shards import SectionTarget, Shard, StoredSection
 
 names = st.lists(st.text("a.@1[]:,\0_é\ud800 ", max_size=6) | st.just("__metadata__"), max_size=3)
 
@@ -124,7 +125,7 @@ def test_a_mapping_is_described_as_its_tensors_are_one_by_one(
         return list(source.metas.items()), shards, values, source.aliases, source.digests, source.per_rank
 
     together = described()
-    monkeypatch.setattr(tree_capture, "_MANY", 1 << 60)
+    monkeypatch.setattr(tree_capture, "MANY", 1 << 60)
     assert together == described()
 
 
@@ -149,3 +150,26 @@ def test_equal_names_among_many_are_refused() -> None:
     capture = Capture(_context())
     with pytest.raises(NameCollisionError, match=r"'7'"):
         capture.visit({**dict(enumerate(_mapping(20).values())), "7": torch.ones(1)})
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("name", _MAPPINGS)
+def test_a_mapping_is_filled_as_its_tensors_are_one_by_one(
+    name: str, skip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = _MAPPINGS[name]()
+    capture = Capture(_context())
+    capture.visit(tree)
+    source = capture.finish()
+    metas = {**source.metas, **{alias: source.metas[first] for alias, first in source.aliases.items()}}
+    stored = StoredSection(metas, source.values, source.aliases)
+
+    def described() -> tuple[object, ...]:
+        target = SectionTarget()
+        TreeBuilder(_context(), stored, target).visit(tree, skip=skip)
+        shards = [(shard.fqn, shard.meta, shard.box, shard.tensor.data_ptr()) for shard in target.shards]
+        return list(target.metas.items()), shards, target.aliases, target.optional, target.requested_values
+
+    together = described()
+    monkeypatch.setattr(tree_target, "MANY", 1 << 60)
+    assert together == described()
