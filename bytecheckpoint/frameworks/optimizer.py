@@ -31,6 +31,9 @@ from .stored_state_dict import StoredStateDict, is_stored_state_dict
 LOSS_SCALER = "loss_scaler"
 """The state of a dynamic loss scaler has the path ``(LOSS_SCALER, number)``; most optimizers have none."""
 
+NAMELESS: Path = ("nameless",)
+"""The path of a text: what another system stored that does not name parameters. Only its own optimizers know them."""
+
 _IGNORABLE = frozenset({"order", "empty_groups", LOSS_SCALER, *MASTERS_OF})
 
 
@@ -150,10 +153,12 @@ def fill_by_name(
     holders: Sequence[StateHolder], params: list[NamedParam], context: Context, stored: StoredSection
 ) -> SectionTarget:
     """Describe where a stored optimizer, or its state dict, goes. Raises ``MismatchError`` if it cannot fit."""
+    if (found := stored.values.get(NAMELESS)) is not None:
+        raise MismatchError(f"section {context.section!r}: {found}", [("value", context.section, str(found))])
     if not is_stored_state_dict(stored.values):
         return _fill(holders, params, context, stored)
-    found = StoredStateDict(stored, params, context)
-    return found.restored(_fill(holders, params, context, found.section))
+    state_dict = StoredStateDict(stored, params, context)
+    return state_dict.restored(_fill(holders, params, context, state_dict.section))
 
 
 def _fill(

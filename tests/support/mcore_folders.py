@@ -123,7 +123,8 @@ def read_folder(job: Training, path: str, form: Form) -> None:
     loaded = dist_checkpointing.load(sharded_state(job, form, is_loading=True), path)
     for name, module in _modules(job).items():
         module.load_state_dict(loaded[name])
-    job.optimizer.load_state_dict(loaded["optimizer"])
+    with torch.no_grad():  # without it, Megatron refuses to fill float32 parameters from buckets
+        job.optimizer.load_state_dict(loaded["optimizer"])
     job.steps = loaded["iteration"]
 
 

@@ -122,7 +122,7 @@ class ParamOptions:
     def __init__(self, builder: IndexBuilder, optimizers: Sequence[Mapping[str, Any]], args: Any) -> None:
         """``optimizers`` are those in ``common.pt``, ``args`` the arguments of the trainer there."""
         self._groups = [
-            _Group.of(builder, group, optimizer) for optimizer in optimizers for group in _groups_of(optimizer)
+            ParamGroup.of(builder, group, optimizer) for optimizer in optimizers for group in groups_of(optimizer)
         ]
         self._has_experts = any(group.is_expert for group in self._groups)
         # All parameters have the same, but groups without parameters on rank 0 may lack it.
@@ -147,14 +147,16 @@ class ParamOptions:
         return self._step, {"lr": UnreadObject(what)}
 
 
-class _Group(NamedTuple):
+class ParamGroup(NamedTuple):
+    """A param group of the files."""
+
     is_expert: bool
     decays: bool
     step: float | None
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, builder: IndexBuilder, group: Mapping[str, Any], optimizer: Mapping[str, Any]) -> _Group:
+    def of(cls, builder: IndexBuilder, group: Mapping[str, Any], optimizer: Mapping[str, Any]) -> ParamGroup:
         state = optimizer.get("optimizer", optimizer).get("state")
         step = _plain(builder, group.get(_STEP, state.get("common_step") if type(state) is dict else None))
         kept = {key: value for key, value in group.items() if key not in NOT_OPTIONS | {_STEP}}
@@ -175,7 +177,8 @@ def optimizers_of(found: Any) -> list[Mapping[str, Any]]:
     return [found[number] for number in numbers if type(found[number]) is dict] if numbers else [found]
 
 
-def _groups_of(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def groups_of(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the param groups of an optimizer."""
     inner = optimizer.get("optimizer", optimizer)
     groups = inner.get("param_groups") if type(inner) is dict else None
     return [group for group in groups if type(group) is dict] if type(groups) is list else []

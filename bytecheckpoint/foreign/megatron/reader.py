@@ -24,6 +24,7 @@ from ..naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION
 from ..pickles.records import TensorRef
 from ..source_path import SourcePath, read_all
 from ..torch_values import TorchValues, read_small
+from .buckets import StoredBuckets
 from .folder import Contents, ShardedObject, find_folder, read_contents
 from .optimizer import (
     MegatronOptimizerWriter,
@@ -37,6 +38,7 @@ from .optimizer import (
 _OPTIMIZER, _SCHEDULER, _STEP, _ARGS = "optimizer", "opt_param_scheduler", "iteration", "args"
 _MODULE_STATE = "._extra_state"
 _ADVICE = "load it with Megatron in the layout that wrote it, and save it with bytecheckpoint"
+_REMAINDERS = f"an optimizer with store_param_remainders, whose master weights are not complete numbers ({_ADVICE})"
 
 
 def read_megatron(source: SourcePath) -> Index | None:
@@ -65,9 +67,8 @@ def read_megatron(source: SourcePath) -> Index | None:
         builder.add_tensor(MODEL_SECTION, fqn, leaf)
     for path, value in _module_states(builder, contents.objects, prefix):
         builder.add_value(MODEL_SECTION, path, value)
-    _add_optimizer(
-        builder, contents, tensors, {key: named(part) for key, part in split_state(contents.tensors).items()}
-    )
+    state = {key: named(part) for key, part in split_state(contents.tensors).items()}
+    _add_optimizer(builder, folder.url, contents, tensors, state)
     _add_the_rest(builder, contents)
     step = contents.common.get(_STEP)
     return builder.build(
@@ -77,14 +78,18 @@ def read_megatron(source: SourcePath) -> Index | None:
 
 def _add_optimizer(
     builder: IndexBuilder,
+    where: str,
     contents: Contents,
     model: Mapping[str, StoredLeaf],
     state: Mapping[str, Mapping[str, StoredLeaf]],
 ) -> None:
     optimizers = optimizers_of(contents.common.get(_OPTIMIZER))
+    buckets = StoredBuckets.of(contents)
     unread = None
     if state:
         unread = _unread_state(builder, model, state)
+    elif buckets.tensors:
+        unread = _REMAINDERS if buckets.have_remainders else None
     elif any(is_of_optimizer(key) for key in (*contents.tensors, *(one.key for one in contents.objects))):
         forms = {form for one in optimizers if type(form := one.get("param_state_sharding_type")) is str}
         unread = (
@@ -98,6 +103,10 @@ def _add_optimizer(
         writer = MegatronOptimizerWriter(builder, model)
         writer.add_state(state, ParamOptions(builder, optimizers, contents.common.get(_ARGS)))
         writer.add_scaler(optimizers)
+    elif buckets.tensors:
+        writer = MegatronOptimizerWriter(builder, model)
+        buckets.add_to(builder, where)
+        writer.add_scaler([*buckets.optimizers.values()])
 
 
 def _unread_state(
@@ -109,7 +118,7 @@ def _unread_state(
             if fqn not in model or leaf.meta.shape != model[fqn].meta.shape:  # such as flattened shards before 0.14
                 return f"an optimizer whose {key} of {fqn!r:.200} is {leaf.meta}, unlike any parameter ({_ADVICE})"
     if has_remainders(builder, model, state.get(MASTER, {})):
-        return f"an optimizer with store_param_remainders, whose master weights are not complete numbers ({_ADVICE})"
+        return _REMAINDERS
     return None
 
 

@@ -14,11 +14,13 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
 from ..base import Context
 from ..dtensor import dtensor_around, is_dtensor, local_tensor
-from ..optimizer import LOSS_SCALER, OptimizerAdapter, capture_by_name, fill_by_name
+from ..optimizer import LOSS_SCALER, NAMELESS, OptimizerAdapter, capture_by_name, fill_by_name
+from ..optimizer_groups import set_options
 from ..optimizer_params import NamedParam, OwnedLayout, owned_layouts
 from ..optimizer_state import MASTER, StoredState, state_name
 from ..optimizer_wrappers import StateHolder, as_list
 from ..scaled_state import OWN_MASTER, converts_state, fp32_state
+from .buckets import LiveBuckets
 from .model import LOW_PRECISION, zero_padding
 from .stepped import (
     SCALED,
@@ -77,7 +79,9 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
-        found = _Optimizers(obj, context, loading=True)
+        buckets = LiveBuckets(obj, context, stored) if NAMELESS in stored.values else None
+        stored = buckets.contents if buckets is not None else stored
+        found = _Optimizers(obj, context, loading=True, buckets=buckets)
         entries = StoredState(stored, found.params)
         found.make_state(entries)
         target = fill_by_name(found.holders, found.params, context, stored)
@@ -87,10 +91,12 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
         if scalers:
             target.requested_values.add(GRAD_SCALER)
             target.optional.add(GRAD_SCALER)
+        options = found.add_buckets(target)
         rest = target.apply
 
         def apply(values: Mapping[Path, Any]) -> None:
             rest(values)
+            set_options(options)
             with torch.no_grad():
                 for named, rows in padded:
                     _zero_padding(named, rows)
@@ -99,6 +105,8 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
                 scaler.load_state_dict(
                     {**values[GRAD_SCALER], "scale": torch.tensor(values[GRAD_SCALER]["scale"], dtype=torch.float32)}
                 )
+            if buckets is not None:
+                buckets.compare()
 
         target.apply = apply
         return target
@@ -106,12 +114,13 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
 
 @dataclass(eq=False)
 class _Part:
-    """One inner optimizer. ``holder`` is a copy of its dicts, in the form of torch's optimizers.
+    """One inner optimizer of ``leaf``. ``holder`` is a copy of its dicts, in the form of torch's optimizers.
 
     With ``counts_in_groups``, the optimizer keeps the step in its groups. With ``is_scaled``, it may keep state in a
     private format (``scaled_state``), and with ``has_masters`` it holds the master weights in its state.
     """
 
+    leaf: Any
     optimizer: Any
     holder: StateHolder
     counts_in_groups: bool
@@ -126,7 +135,10 @@ class _Optimizers:
     parameters in low precision, of which this rank or another one holds the master weights.
     """
 
-    def __init__(self, obj: Any, context: Context, *, loading: bool = False) -> None:
+    def __init__(
+        self, obj: Any, context: Context, *, loading: bool = False, buckets: LiveBuckets | None = None
+    ) -> None:
+        self._buckets = buckets
         self.params: list[NamedParam] = []
         self.copies: set[int] = set()
         self._parts: list[_Part] = []
@@ -171,7 +183,7 @@ class _Optimizers:
         shown = [{key: value for key, value in group.items() if key in common} for group in inner.param_groups]
         holder = StateHolder(inner, {}, shown)
         has_masters = inner is leaf.optimizer and bool(config_of(leaf, SCALED))
-        part = _Part(inner, holder, counts, converts_state(inner), has_masters)
+        part = _Part(leaf, inner, holder, counts, converts_state(inner), has_masters)
         self._parts.append(part)
         for group in shown:
             count = group.pop(_STEP, None) if counts else None
@@ -198,6 +210,9 @@ class _Optimizers:
     ) -> None:
         param, key = _flat(item.tensor, item.tensor), item.tensor
         layout = owned.layout if item.span is None else owned.layout.narrowed(item.span[0], item.span[1] - item.span[0])
+        origins = owned.origins
+        if self._buckets is not None:
+            layout, origins = self._buckets.layout(item, layout), {}
         state = {name: _flat(value, key) for name, value in part.optimizer.state.get(key, {}).items()}
         master = param if item.is_copy or param.dtype != item.model_param.dtype else None
         if part.is_scaled and not is_dtensor(key):
@@ -214,7 +229,7 @@ class _Optimizers:
             state[_STEP] = torch.tensor(float(count), dtype=torch.float32)
         if state:
             part.holder.state[key] = state
-        named = NamedParam(param, layout, part.holder, group, key, master, owned.origins if master is not None else {})
+        named = NamedParam(param, layout, part.holder, group, key, master, origins if master is not None else {})
         self.params.append(named)
         if getattr(item.model_param, "shared", False):
             self.copies.add(id(named))
@@ -252,6 +267,17 @@ class _Optimizers:
         return padded
 
     # --------------------------------------------------------------------------------------------------------- loading
+
+    def add_buckets(self, target: SectionTarget) -> list[tuple[MutableMapping[str, Any], dict[str, Any]]]:
+        """Request the rest of the buckets, if the state is in such. Returns the hyper-parameters to set."""
+        if self._buckets is None:
+            return []
+        self._buckets.add_to(target)
+        return [
+            (shown, self._buckets.options(part.leaf, group))
+            for part in self._parts
+            for group, shown in zip(part.optimizer.param_groups, part.holder.groups, strict=True)
+        ]
 
     def write_back(self) -> None:
         """Put the loaded groups and state into the optimizers."""
