@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from ..format.hf_index import ADAPTER_SECTION
 from ..format.safetensors import shard_name
 from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_positions
 from .gather_share import PIECE_SIZE, GatherShare, item_places
@@ -23,7 +24,7 @@ Layout = Literal["shards", "merged", "whole"]
 """How to store a tensor that ranks hold in parts.
 
 ``shards`` stores the parts, with irregular ones decomposed into boxes. ``merged`` stores a tensor whole if its parts do
-not form a regular grid. ``whole`` stores every tensor whole.
+not form a regular grid. ``whole`` stores every tensor whole, and the adapter of PEFT in one file, which rank 0 writes.
 """
 
 # The number of a tensor's largest holders that are considered as its owner before all other ranks.
@@ -179,11 +180,16 @@ def plan_gather(plan: SavePlan, layout: Layout, *, world_size: int, piece_size: 
     shards, tensors = plan.shards, plan.tensors
     counts = np.bincount(shards.tensor, minlength=len(tensors))
     merged = counts > 1
+    in_one_file = np.zeros(len(tensors), np.bool_)
     if layout == "merged":
         merged &= ~_regular(shards, counts)
+    elif ADAPTER_SECTION in tensors.sections:
+        in_one_file = tensors.section == tensors.sections.index(ADAPTER_SECTION)
+        merged[shards.tensor[plan.owner != 0]] |= in_one_file[shards.tensor[plan.owner != 0]]
     if not merged.any():
         return None
     owner_of = _choose_owners(plan, merged, world_size)
+    owner_of[merged & in_one_file] = 0
     kept = np.flatnonzero(~merged[shards.tensor])
     stored = _whole(plan, kept, np.flatnonzero(merged), owner_of)
     ndim = tensors.ndim[shards.tensor]

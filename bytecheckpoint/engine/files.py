@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..format.checksums import Checksums, checksum_of
+from ..format.hf_index import ADAPTER_SECTION
 from ..format.manifest.files import encoded_head
 from ..format.safetensors import HeaderEntry, build_header, shard_name
 from ..planners import consecutive_offsets
@@ -104,6 +105,8 @@ class FileImage:
 def data_key(attempt: str, section: str, rank: int, kind: str, codec: str = "raw") -> str:
     """Return the key of a rank's file of this kind (see ``FileTable``); it has one of each kind per section."""
     name = f"{attempt}/{section}-{rank:05d}"
+    if section == ADAPTER_SECTION and rank == 0 and (kind, codec) == ("tensors", "raw"):
+        return f"{attempt}/{section}.safetensors"
     if kind == "tensors":
         return f"{name}.safetensors" if codec == "raw" else f"{name}.frames"
     return f"{name}{'.rank' if kind == 'rank_values' else ''}.msgpack"

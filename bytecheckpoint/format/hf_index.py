@@ -16,6 +16,8 @@ INDEX_KEY = "model.safetensors.index.json"
 SINGLE_KEY = "model.safetensors"
 CONFIG_KEY = "config.json"
 ADAPTER_CONFIG_KEY = "adapter_config.json"
+ADAPTER_SECTION = "adapter_model"
+"""The section whose only file is the one that PEFT reads."""
 
 
 def index_document(file_of: Mapping[str, str], total_size: int) -> bytes:
@@ -29,7 +31,8 @@ def model_directory(manifest: Manifest) -> str | None:
 
     None if there is none.
     """
-    key = f"{manifest.attempt}/{INDEX_KEY}"
+    name = INDEX_KEY if manifest.section_index(ADAPTER_SECTION) is None else ADAPTER_CONFIG_KEY
+    key = f"{manifest.attempt}/{name}"
     row = manifest.files.name.index(key) if key in manifest.files.name else None
     return None if row is None or manifest.files.kind[row] != COMPANION else manifest.attempt
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..runtime.messages import listed
 from ..tensors.metadata import BasicMeta
-from ..tensors.shards import SectionTarget, StoredSection
+from ..tensors.shards import SectionSource, SectionTarget, StoredSection
 from .base import Context
 from .joined import divide_target, find_joined, original_model, transformers_models
 from .module_tree import Slot, named_slots, named_submodules
@@ -169,6 +169,21 @@ def _adapter_sources(modules: Sequence[nn.Module], names: Collection[str], store
         if source is not None and name not in stored.metas:
             sources[name] = source
     return sources
+
+
+def under_names_of_peft(modules: Sequence[nn.Module], source: SectionSource) -> SectionSource:
+    """Return the source of a model with one adapter under the names that PEFT's files have."""
+    (adapter,) = _adapter_names(modules)
+    names = {fqn: _PEFT_PREFIX + _without_adapter(fqn, adapter).removeprefix(_PEFT_PREFIX) for fqn in source.metas}
+    return replace(
+        source,
+        metas={names[fqn]: meta for fqn, meta in source.metas.items()},
+        shards=[replace(shard, fqn=names[shard.fqn]) for shard in source.shards],
+        aliases={alias: names[fqn] for alias, fqn in source.aliases.items()},
+        replicated={names[fqn]: ranks for fqn, ranks in source.replicated.items()},
+        unproven={names[fqn] for fqn in source.unproven},
+        pinned={names[fqn] for fqn in source.pinned},
+    )
 
 
 def _without_adapter(name: str, adapter: str) -> str:

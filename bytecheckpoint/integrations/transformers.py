@@ -15,15 +15,19 @@ import transformers
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 
 from ..api import load
+from ..api import open as open_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.discovery import BestMode
 from ..checkpoint.location import Location
 from ..errors import FormatError, UsageError
+from ..format.hf_index import ADAPTER_SECTION
 from ..frameworks.per_rank import PerRank
 from ..frameworks.rng import RNGState
 from ..loading.app_state import AppState
 from ..manager import CheckpointManager, JobOptions, Retention
 from ..runtime.arguments import options_of
+from ..saving.companions import has_adapter
+from ..saving.options import SaveOptions
 from .own import open_own
 
 TESTED = "5.23"
@@ -102,6 +106,10 @@ class BcpTrainerMixin:
         given = dict(checkpoints or {})
         self._root = Location.of(given.pop("root", None) or self.args.output_dir, given.pop("storage_options", None))
         self._allow_fresh = bool(given.pop("allow_fresh", False))
+        save = options_of(SaveOptions, given.get("save"), "save")
+        self._writes_adapter = save.layout == "whole" and has_adapter(self.model)
+        if self._writes_adapter:  # what the Trainer itself saves of such a model
+            given["save"] = replace(save, trainable_only=True)
         given["job"] = replace(options_of(JobOptions, given.get("job"), "job"), name_template=_NAME)
         self._options = given
         if self.args.push_to_hub and self.args.hub_strategy != "end":
@@ -179,8 +187,8 @@ class BcpTrainerMixin:
     def _saved_state(self, model: Any) -> Mapping[str, Any]:
         return {**self._sections(), _TRAINER: PerRank(self._trainer_files(model))}  # only rank 0 has some
 
-    def _sections(self) -> dict[str, Any]:
-        sections: dict[str, Any] = {"model": self.model_wrapped}
+    def _sections(self, stored: Checkpoint | None = None) -> dict[str, Any]:
+        sections: dict[str, Any] = {self._model_section(stored): self.model_wrapped}
         if self.args.save_only_model:
             return sections
         scheduler, scaler = self.lr_scheduler, getattr(self.accelerator, "scaler", None)
@@ -190,6 +198,11 @@ class BcpTrainerMixin:
         return sections | {
             name: one for name, one in (("lr_scheduler", scheduler), ("scaler", scaler)) if one is not None
         }
+
+    def _model_section(self, stored: Checkpoint | None) -> str:
+        """Return the name of the model's section in a checkpoint, or in the next one."""
+        is_adapter = self._writes_adapter if stored is None else ADAPTER_SECTION in stored.sections
+        return ADAPTER_SECTION if is_adapter else "model"
 
     def _trainer_files(self, model: Any) -> dict[str, bytes]:
         """Let the Trainer and its subclasses write their own files into an empty folder, and return them."""
@@ -236,7 +249,7 @@ class BcpTrainerMixin:
         path = None if self._resumed is not None else resume_from_checkpoint
         prepared = super()._prepare_for_training(max_steps, train_dataloader, path)  # type: ignore[misc]
         if self._resumed is not None:
-            self._app = AppState(self._sections, late=["rng"], optional=["rng", "scaler"])
+            self._app = AppState(lambda: self._sections(self._resumed), late=["rng"], optional=["rng", "scaler"])
             _log.info("%s", load(self._resumed, self._app, options=self._options.get("load")))
             # For the files of subclasses; the Trainer itself finds nothing in the folder, and expects no file there
             # unless DeepSpeed is enabled.
@@ -261,7 +274,8 @@ class BcpTrainerMixin:
     def _load_best_model(self) -> None:
         assert self._manager is not None
         self._manager.wait()
-        load(self._best(), {"model": self.model_wrapped}, options=self._options.get("load"))
+        best = open_checkpoint(self._best())
+        load(best, {self._model_section(best): self.model_wrapped}, options=self._options.get("load"))
 
     def _name_best(self) -> None:
         if self.state.best_global_step:

@@ -19,8 +19,9 @@ from torch import nn
 
 from ..engine.files import FileImage, data_key
 from ..errors import UsageError
-from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY, INDEX_KEY, index_document
+from ..format.hf_index import ADAPTER_CONFIG_KEY, ADAPTER_SECTION, CONFIG_KEY, INDEX_KEY, index_document
 from ..format.manifest.files import COMPANION
+from ..frameworks.module_tree import modules_of
 from ..planners import SavePlan
 from .options import SaveRequest
 
@@ -52,23 +53,50 @@ def find_models(state: Mapping[str, Any], options: SaveRequest) -> list[StoredMo
 
 
 def refuse_adapters(state: Mapping[str, Any], options: SaveRequest) -> None:
-    """Raise ``UsageError`` for a model of PEFT that would be stored with ``layout="whole"``.
+    """Raise ``UsageError`` for a model of PEFT that no library could load from the checkpoint.
 
-    Its names are those of PEFT's wrappers, in which ``from_pretrained`` finds none of the model's weights: it would
-    initialize them at random.
+    With ``layout="whole"``, its names are those of PEFT's wrappers, in which ``from_pretrained`` finds none of the
+    model's weights: it would initialize them at random. The folder that PEFT reads has one adapter of LoRA.
     """
-    if options.layout != "whole":
-        return
-    for name, obj in sorted(state.items()):
-        parts = obj if isinstance(obj, (list, tuple)) else [obj]
-        modules = [sub for part in parts if isinstance(part, nn.Module) for sub in part.modules()]
-        if options.stores_all_of(name) and any(map(_has_adapters, modules)):
+    for name, obj in sorted(state.items()) if options.layout == "whole" else ():
+        if name != ADAPTER_SECTION and options.stores_all_of(name) and has_adapter(obj):
             raise UsageError(
                 f"section {name!r} is a model with PEFT adapters, whose names from_pretrained does not know: with "
-                "layout='whole' the directory would load with random weights. Use layout='merged' or 'shards', and "
-                "export the checkpoint: bcp export --lora peft writes the folder that PEFT loads, --lora merge the "
-                "merged model"
+                f"layout='whole' the directory would load with random weights. Call the section {ADAPTER_SECTION!r} "
+                "and pass trainable_only=True to write the folder that PEFT loads. Or use layout='merged' or 'shards', "
+                "and export the checkpoint: bcp export --lora peft writes that folder, --lora merge the merged model"
             )
+    obj = state.get(ADAPTER_SECTION)
+    if has_adapter(obj) and not (
+        options.layout == "whole" and options.trainable_only and _is_plain_lora(modules_of(obj))
+    ):
+        raise UsageError(
+            f"section {ADAPTER_SECTION!r} is for the folder that PEFT loads: it needs layout='whole', "
+            "trainable_only=True and a single adapter of plain LoRA. Save others with layout='merged' or 'shards', and "
+            "call their section 'model'"
+        )
+
+
+def has_adapter(obj: Any) -> bool:
+    """Whether this is a model, or a list of modules, with adapters of PEFT."""
+    return any(_has_adapters(part) for module in modules_of(obj) for part in module.modules())
+
+
+def _is_plain_lora(modules: Sequence[nn.Module]) -> bool:
+    """Whether there is one adapter, whose tensors have in PEFT's files the same names without that of the adapter."""
+    configs = {
+        id(config): config
+        for module in modules
+        for part in module.modules()
+        for config in (vars(part).get("peft_config") or {}).values()
+    }
+    odd = ("use_dora", "use_qalora", "trainable_token_indices", "target_parameters")
+    return len(configs) == 1 and all(
+        getattr(config.peft_type, "value", config.peft_type) == "LORA"
+        and config.bias == "none"
+        and not any(getattr(config, option, None) for option in odd)
+        for config in configs.values()
+    )
 
 
 def _has_adapters(module: nn.Module) -> bool:

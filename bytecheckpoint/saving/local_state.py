@@ -14,9 +14,12 @@ import xxhash
 
 from ..control.base import Operation
 from ..engine.files import FileImage, FileLayout, data_key, lay_out_file, tensor_image
+from ..format.hf_index import ADAPTER_SECTION
 from ..format.values.encoding import encode_value
 from ..format.values.files import encode_path, encode_values_file, value_digest
 from ..format.values.types import Container, path_name
+from ..frameworks.module_tree import modules_of
+from ..frameworks.pretrained import under_names_of_peft
 from ..frameworks.sections import Section, rank_name, resolve_sections
 from ..planners import (
     OWN_BOXES,
@@ -35,6 +38,7 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import IrregularShard, MeshShard, Path, SectionSource, Shard, torch_dtype
 from ..tensors.tables import BoxTable, TensorTable
 from ..version import HEADER_METADATA
+from .companions import has_adapter
 from .options import SaveRequest
 from .replicas import DeclaredReplicas, add_digests
 from .selection import full_names, select_source, unmatched_options
@@ -57,6 +61,8 @@ def describe_state(op: Operation, state: Mapping[str, Any], options: SaveRequest
         trainable_only=options.trainable_only,
     )
     sources = {section.name: section.capture() for section in sections}
+    if has_adapter(state.get(ADAPTER_SECTION)):
+        sources[ADAPTER_SECTION] = under_names_of_peft(modules_of(state[ADAPTER_SECTION]), sources[ADAPTER_SECTION])
     return LocalState(
         sections,
         {name: select_source(name, source, options.selection) for name, source in sources.items()},

@@ -241,6 +241,13 @@ def test_models_with_adapters_are_not_stored_as_directories(make: Any, tmp_path:
     model = nn.Sequential(make())
     with pytest.raises(UsageError, match=r"'model' is a model with PEFT adapters.*random.*bcp export --lora peft"):
         bcp.save(tmp_path / "whole", {"model": model}, options=bcp.SaveOptions(layout="whole"))
+    for options in (
+        bcp.SaveOptions(layout="whole", trainable_only=True),  # no single adapter that is described
+        bcp.SaveOptions(trainable_only=True),
+        bcp.SaveOptions(layout="whole"),
+    ):
+        with pytest.raises(UsageError, match=r"'adapter_model' is for the folder that PEFT loads: it needs layout="):
+            bcp.save(tmp_path / "whole", {"adapter_model": model}, options=options)
     assert not (tmp_path / "whole").exists()
     bcp.save(tmp_path / "merged", {"model": model}, options=bcp.SaveOptions(layout="merged"))
     bcp.save(tmp_path / "other", {"model": nn.Linear(2, 2)}, options=bcp.SaveOptions(layout="whole"))

@@ -140,7 +140,14 @@ def test_a_path(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
 _FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
 
 
-@pytest.mark.parametrize("changes", [{}, _FSDP2], ids=["ddp", "fsdp-2"])
+_ADAPTER_FILES = {"adapted": True, "checkpoints": {"save": {"layout": "whole"}}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, _FSDP2, _ADAPTER_FILES, {**_FSDP2, **_ADAPTER_FILES}],
+    ids=["ddp", "fsdp-2", "adapter-ddp", "adapter-fsdp-2"],
+)
 def test_two_ranks_die_in_a_save_and_resume(pool: RankPool, tmp_path: Path, changes: dict[str, Any]) -> None:
     def run(root: str, killed: int | None, **expected: Any) -> list[Any]:
         return pool.run(train_on_ranks, free_port(), str(tmp_path / root), killed, changes, backend=None, **expected)
@@ -151,10 +158,23 @@ def test_two_ranks_die_in_a_save_and_resume(pool: RankPool, tmp_path: Path, chan
     found = bcp.latest(tmp_path / "killed")
     assert found.step == 3
     is_sharded = len(found.manifest.shards) > len(found.manifest.tensors)
-    assert is_sharded == bool(changes)
+    adapter = {name: one for name, one in changes.items() if name in _ADAPTER_FILES}
+    assert is_sharded == (bool(changes) and not adapter)
     assert run("killed", None) == whole
-    alone = train(tmp_path / "killed", resume=tmp_path / "killed" / "checkpoint-9")
+    if adapter:
+        assert _sums_of_adapter(tmp_path / "killed") == whole[0]["sums"]
+    alone = train(tmp_path / "killed", resume=tmp_path / "killed" / "checkpoint-9", **adapter)
     assert alone["losses"].keys() == whole[0]["losses"].keys()
+
+
+def _sums_of_adapter(root: Path) -> dict[str, float]:
+    """The sums of the parameters of the model that PEFT loads from the newest checkpoint."""
+    from peft import PeftModel
+
+    folder = str(bcp.latest(root).model_directory)
+    assert {"adapter_model.safetensors", "adapter_config.json"} < {one.name for one in Path(folder).iterdir()}
+    model = PeftModel.from_pretrained(make_model(), folder)
+    return {name: one.double().sum().item() for name, one in model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.full)])
@@ -199,29 +219,27 @@ def test_a_hostile_checkpoint_writes_nothing_outside(tmp_path: Path, name: str) 
         train(tmp_path)
 
 
-def test_adapters_alone(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
-    from peft import LoraConfig, PeftModel, get_peft_model
+@pytest.mark.parametrize("save", [{"trainable_only": True}, {"layout": "whole"}], ids=["shards", "whole"])
+def test_adapters_alone(tmp_path: Path, save: dict[str, Any]) -> None:
+    from peft import PeftModel
     from trl import SFTTrainer
 
     class Tuner(BcpTrainerMixin, SFTTrainer):
         pass
 
     def tune(root: str, **changes: Any) -> dict[str, Any]:
-        return train(
-            tmp_path / root,
-            kind=BcpTrainer,
-            model=get_peft_model(make_model(), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1)),
-            checkpoints={"save": {"trainable_only": True}},
-            **changes,
-        )
+        return train(tmp_path / root, adapted=True, checkpoints={"save": save}, **changes)
 
     assert issubclass(Tuner, SFTTrainer)
     expected = tune("uninterrupted")
     with pytest.raises(SystemExit):
         tune("killed", signalled=(4, signal.SIGTERM))
     names = bcp.latest(tmp_path / "killed").manifest.tensors.names
-    assert all("lora" in name for name in names if name.startswith("model."))
+    assert all("lora" in name for name in names if name.startswith(("model.", "adapter_model.")))
     assert tune("killed") == expected
+    if "layout" in save:
+        assert _sums_of_adapter(tmp_path / "killed") == expected["sums"]
+        return
     exported = ["export", bcp.latest(tmp_path / "killed").url, str(tmp_path / "adapter"), "--lora", "peft"]
     assert CliRunner().invoke(cli, exported).exit_code == 0
     again = PeftModel.from_pretrained(make_model(), tmp_path / "adapter")

@@ -146,8 +146,32 @@ def test_every_byte_of_every_whole_tensor_comes_from_one_fragment(tilings: Tilin
     layout = data.draw(st.sampled_from(["merged", "whole"]))
     plan = plan_save(world.plans())
     gather = plan_gather(plan, layout, world_size=WORLD, piece_size=PIECE)
-    if gather is None:
-        return
+    if gather is not None:
+        check_outputs(world, gather)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=examples(30))
+def test_an_adapter_is_one_file_of_rank_0(tilings: Tilings, data: st.DataObject) -> None:
+    drawn = data.draw(worlds(tilings))
+
+    def renamed(name: str) -> str:
+        return name.replace("model.", "adapter_model.")
+
+    world = World(
+        {renamed(name): meta for name, meta in drawn.metas.items()},
+        [[(renamed(name), box) for name, box in held] for held in drawn.held],
+    )
+    plan = plan_save(world.plans())
+    gather = plan_gather(plan, "whole", world_size=WORLD, piece_size=PIECE)
+    stored = plan if gather is None else gather.stored
+    for tensor, owner in zip(stored.shards.tensor.tolist(), stored.owner.tolist(), strict=True):
+        assert owner == 0 or not stored.tensors.names[tensor].startswith("adapter_model.")
+    if gather is not None:
+        check_outputs(world, gather)
+
+
+def check_outputs(world: World, gather: GatherPlan) -> None:
     outputs = run_stage(world, gather)
     stored = gather.stored
     for row in range(len(stored.shards)):

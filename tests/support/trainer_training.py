@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import bytecheckpoint as bcp
@@ -92,12 +94,18 @@ def train(
     kind: type[transformers.Trainer] = BcpTrainer,
     checkpoints: Mapping[str, Any] | None = None,
     model: Any = None,
+    adapted: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Train; ``signalled`` is a step and the signal that this process gets after it. Return what can be compared."""
+    """Train; ``signalled`` is a step and the signal that this process gets after it. Return what can be compared.
+
+    With ``adapted``, train an adapter of LoRA.
+    """
     data = torch.randint(0, 61, (48, 8), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in data]
     model = make_model() if model is None else model
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
     transformers.set_seed(3)
     arguments = settings(root, **changes)
     if "fsdp" in changes:
@@ -140,6 +148,7 @@ def train_on_ranks(
     rank: int, world_size: int, port: int, root: str, killed_in_save: int | None, changes: dict[str, Any]
 ) -> dict[str, Any]:
     """As ``train``, on each rank; the last one is killed when the save of a step is staged and not committed."""
+    warnings.simplefilter("ignore")  # the pool resets the filters
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
@@ -148,7 +157,8 @@ def train_on_ranks(
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        return train(root, **{"checkpoints": {"callbacks": bcp.manager.Callbacks(on_staged=kill)}} | changes)
+        checkpoints = {"callbacks": bcp.manager.Callbacks(on_staged=kill), **(changes.get("checkpoints") or {})}
+        return train(root, **changes | {"checkpoints": checkpoints})
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
