@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from threading import Event
@@ -17,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ..api import load, save
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import Location, Tier
+from ..checkpoint.nearest import open_tier
 from ..checkpointer import Checkpointer
 from ..control.single import SingleProcess
 from ..convert.copy import remove
@@ -27,7 +29,7 @@ from ..frameworks.rng import RNGState
 from ..loading.app_state import AppState
 from ..loading.options import LoadOptions
 from ..runtime.arguments import options_of
-from ..saving.handle import SaveHandle
+from ..saving.handle import SaveHandle, failure_of
 from ..saving.options import SaveOptions
 from .own import open_own
 
@@ -114,6 +116,7 @@ class BcpStrategyMixin:
         super().__init__(*args, **kwargs)
         self._options = options_of(StrategyOptions, checkpoints, "checkpoints")
         self._handle: SaveHandle | None = None
+        self._uploads: dict[str, SaveHandle] = {}  # with a tier: what may not be in the store yet
         self._removals: list[Event] = []  # that follow this save
         self._resumed: Checkpoint | None = None
         self._app: AppState | None = None
@@ -150,22 +153,36 @@ class BcpStrategyMixin:
             async_save=self._options.async_save,
             options=self._options.save,
         )
+        if self._options.tier is not None:
+            self._uploads = {path: one for path, one in self._uploads.items() if not one.is_uploaded()}
+            self._uploads[str(filepath)] = self._handle
 
     def remove_checkpoint(self, filepath: str | PathLike[str]) -> None:
-        """Delete a checkpoint as soon as the save in progress is committed; if that fails, the checkpoint stays."""
-        if not self.is_global_zero:
-            return
-        if self._handle is None:
+        """Delete a checkpoint as soon as the save in progress is committed; if that fails, the checkpoint stays.
+
+        With a tier, its upload has ended before, and that of the save in progress, too.
+        """
+        if not self.is_global_zero and (self._options.tier is None or getattr(self, "local_rank", 0) != 0):
+            return  # each machine has a tier
+        current = self._handle
+        if current is None:
             self._remove(filepath)
-        else:
-            self._removals.append(finished := Event())
-            self._handle.add_done_callback(lambda handle: self._remove_after(handle, filepath, finished))
+            return
+        self._removals.append(finished := Event())
+
+        def remove(handle: SaveHandle) -> None:
+            current.add_uploaded_callback(lambda one: self._remove_after(one, filepath, finished))
+
+        self._uploads.get(str(filepath), current).add_uploaded_callback(remove)
 
     def teardown(self) -> None:
-        """Wait for the save in progress."""
+        """Wait for the save in progress, and for uploads from the tier."""
         cause = sys.exc_info()[1]  # what ended the training
         try:
             self._finish()
+            for handle in self._uploads.values() if cause is None else ():
+                handle.uploaded()
+            _wait_all(self._removals)
         except Exception as error:
             if cause is None:
                 raise
@@ -241,7 +258,7 @@ class BcpStrategyMixin:
 
     def _remove_after(self, handle: SaveHandle, path: str | PathLike[str], finished: Event) -> None:
         try:
-            if handle.exception() is None:
+            if failure_of(handle, uploaded=True) is None:
                 self._remove(path)
             else:
                 _log.warning("%s stays, because the save after it failed", path)
@@ -251,20 +268,25 @@ class BcpStrategyMixin:
             finished.set()
 
     def _remove(self, path: str | PathLike[str]) -> None:
+        location = Location(str(path), storage_options=self._options.storage_options)
+        if self._options.tier is not None:
+            with suppress(CheckpointNotFoundError, NotACheckpointError):
+                remove(open_tier(self._options.tier.path, location.open()).url)
+        if not self.is_global_zero:
+            return
         try:
-            remove(Location(str(path), storage_options=self._options.storage_options))
+            remove(location)
         except (CheckpointNotFoundError, NotACheckpointError):  # of Lightning itself
             super().remove_checkpoint(path)  # type: ignore[misc]
 
     def _finish(self) -> None:
         handle, self._handle = self._handle, None
-        removals, self._removals = self._removals, []
         try:
             if handle is not None:
                 handle.result()
         finally:
-            for finished in removals:
-                finished.wait()
+            if self._options.tier is None:  # those that follow an upload do not delay training
+                _wait_all(self._removals)
 
 
 class BcpSingleDeviceStrategy(BcpStrategyMixin, SingleDeviceStrategy):
@@ -328,6 +350,11 @@ class _Held:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.states = state["states"]
+
+
+def _wait_all(removals: list[Event]) -> None:
+    while removals:
+        removals.pop().wait()
 
 
 def _without_loaders(loops: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:

@@ -70,6 +70,21 @@ def test_two_ranks_die_in_a_save_and_resume(pool: RankPool, tmp_path: Path, kind
     assert continued.losses.keys() == {10, 11, 12}
 
 
+@pytest.mark.s3
+def test_a_store_with_a_tier(pool: RankPool, tmp_path: Path, s3: dict[str, Any], bucket: str) -> None:
+    root, tier = f"s3://{bucket}/run", bcp.Tier(tmp_path / "tier")
+    given = {"steps": 9, "save_top_k": 1, "monitor": "step", "mode": "max"}
+    stored = {**given, "checkpoints": {"tier": tier, "storage_options": s3}}
+    whole = _alone(pool, tmp_path / "whole", **given)
+    pool.run(_train, root, "single", {**stored, "killed_in_save": 6}, world_size=1, expect_death={0: signal.SIGKILL})
+    step = bcp.latest(bcp.Location(root, tier=tier, storage_options=s3)).step
+    assert step in (3, 6)
+    _assert_continues(whole, _alone(pool, root, **stored), step)
+    names = [one.rstrip("/") for one in bcp.Location(root, storage_options=s3).open().list_children("")]
+    assert [bcp.open(f"{root}/{name}", storage_options=s3).step for name in names] == [9]
+    assert [one.parent.name for one in (tmp_path / "tier").rglob("manifest.msgpack")] == names
+
+
 def test_model_checkpoint_decides_what_stays(pool: RankPool, tmp_path: Path) -> None:
     best = {"monitor": "loss", "save_top_k": 2, "save_last": "link", "every_n_train_steps": 1, "filename": "{step}"}
     trained = _alone(pool, tmp_path, steps=9, **best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -147,6 +148,26 @@ def test_two_ranks_die_in_a_save_and_resume(pool: RankPool, tmp_path: Path, kind
         {name: one for rank in resumed for name, one in rank.sums.items()},
     )
     assert _alone(pool, tmp_path / "killed", 7, kind=kind, dataloader_on_resize="skip").losses.keys() == {7}
+
+
+@pytest.mark.s3
+@pytest.mark.full
+def test_a_store_with_a_tier(pool: RankPool, tmp_path: Path, s3: dict[str, Any], bucket: str) -> None:
+    store = bcp.Location(f"s3://{bucket}/run", storage_options=s3)
+    given = {
+        "checkpoints": {"root": bcp.Location(store.url, tier=bcp.Tier(tmp_path / "tier"), storage_options=s3)},
+        "keep_latest_k": 2,
+    }
+    whole = _alone(pool, tmp_path / "whole", 6)
+    killed = {"steps": 6, "killed_in_save": 4, **given}
+    pool.run(_train, tmp_path, killed, world_size=1, expect_death={0: signal.SIGKILL})
+    assert bcp.latest(given["checkpoints"]["root"]).step == 2
+    resumed = _alone(pool, tmp_path, 6, **given)
+    assert {*resumed.losses} == {3, 4, 5, 6}
+    assert whole.losses.items() >= resumed.losses.items()
+    assert (resumed.sums, resumed.rng) == (whole.sums, whole.rng)
+    names = [one.rstrip("/") for one in store.open().list_children("") if one.startswith("step-")]
+    assert {bcp.open(store.join(name)).step for name in names} == {4, 6}
 
 
 def _gone_and_refused(rank: int, world_size: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -152,7 +153,12 @@ def train(
         enable_model_summary=False,
         plugins=[*([TorchElasticEnvironment()] if kind != "single" else []), *([BcpCheckpointIO()] if has_io else [])],
     )
-    newest = bcp.latest(root) if resume is True and Path(root).exists() else None
+    given = checkpoints or {}
+    options = given.get("storage_options")
+    if options is not None:
+        fsspec.config.conf["s3"] = dict(options)  # for Lightning, which looks at the folder itself
+    location = bcp.Location(root, tier=given.get("tier"), storage_options=options)
+    newest = bcp.latest(location) if resume is True else None
     path = resume if isinstance(resume, str) else newest and newest.url
     model = _Model(is_sharded=kind in ("model-parallel", "native-parallel"), is_stream=is_stream)
     trainer.fit(model, ckpt_path=path or None)
