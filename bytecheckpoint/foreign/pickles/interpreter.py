@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickletools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, BinaryIO
 
 from ...errors import FormatError
@@ -63,12 +64,21 @@ def _put(machine: Machine, index: int) -> None:
     machine.budget -= 100
 
 
-def _short_tuple(length: int) -> _Handler:
+def _taking(count: int, action: Callable[..., None]) -> _Handler:
+    """A handler that calls ``action`` with the last objects of the stack in the place of these."""
+
     def handler(machine: Machine, _: Any) -> None:
-        items = [machine.stack.pop() for _ in range(length)]
-        machine.push(tuple(reversed(items)), 48 + 8 * length)
+        operands = machine.stack[-count:]
+        if len(operands) < count:
+            raise IndexError("the stack is too short")
+        del machine.stack[-count:]
+        action(machine, *operands)
 
     return handler
+
+
+def _short_tuple(machine: Machine, *items: Any) -> None:
+    machine.push(items, 48 + 8 * len(items))
 
 
 def _tuple(machine: Machine, _: Any) -> None:
@@ -83,11 +93,6 @@ def _frozenset(machine: Machine, _: Any) -> None:
     machine.push(frozenset(machine.stack.pop()), 50 * len(items))
 
 
-def _set_item(machine: Machine, _: Any) -> None:
-    value = machine.stack.pop()
-    machine.set_items([machine.stack.pop(), value])
-
-
 def _pop(machine: Machine, _: Any) -> None:
     if machine.marks and machine.marks[-1] == len(machine.stack):
         machine.marks.pop()
@@ -98,27 +103,6 @@ def _pop(machine: Machine, _: Any) -> None:
 def _global(machine: Machine, names: str) -> None:
     module, _, name = names.partition(" ")
     machine.find(module, name)
-
-
-def _stack_global(machine: Machine, _: Any) -> None:
-    name = machine.stack.pop()
-    machine.find(machine.stack.pop(), name)
-
-
-def _reduce(machine: Machine, _: Any) -> None:
-    args = machine.stack.pop()
-    machine.call(machine.stack.pop(), args)
-
-
-def _new_object(machine: Machine, _: Any) -> None:
-    args = machine.stack.pop()
-    machine.call(machine.stack.pop(), args, new=True)
-
-
-def _new_object_with_names(machine: Machine, _: Any) -> None:
-    kwargs = machine.stack.pop()
-    args = machine.stack.pop()
-    machine.call(machine.stack.pop(), args, kwargs, new=True)
 
 
 _HANDLERS: dict[str, _Handler] = {
@@ -135,15 +119,15 @@ _HANDLERS: dict[str, _Handler] = {
     # containers
     "MARK": lambda machine, _: machine.mark(),
     "EMPTY_TUPLE": _constant(()),
-    "TUPLE1": _short_tuple(1),
-    "TUPLE2": _short_tuple(2),
-    "TUPLE3": _short_tuple(3),
+    "TUPLE1": _taking(1, _short_tuple),
+    "TUPLE2": _taking(2, _short_tuple),
+    "TUPLE3": _taking(3, _short_tuple),
     "TUPLE": _tuple,
     "EMPTY_LIST": _container(list, 100),
-    "APPEND": lambda machine, _: machine.append([machine.stack.pop()]),
+    "APPEND": _taking(1, lambda machine, item: machine.append([item])),
     "APPENDS": lambda machine, _: machine.append(machine.pop_mark()),
     "EMPTY_DICT": _container(dict, 100),
-    "SETITEM": _set_item,
+    "SETITEM": _taking(2, lambda machine, key, value: machine.set_items([key, value])),
     "SETITEMS": lambda machine, _: machine.set_items(machine.pop_mark()),
     "EMPTY_SET": _container(set, 300),
     "ADDITEMS": lambda machine, _: machine.add_items(machine.pop_mark()),
@@ -156,12 +140,12 @@ _HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, index: machine.stack.append(machine.memo[index])),
     # classes and objects
     "GLOBAL": _global,
-    "STACK_GLOBAL": _stack_global,
-    "REDUCE": _reduce,
-    "NEWOBJ": _new_object,
-    "NEWOBJ_EX": _new_object_with_names,
+    "STACK_GLOBAL": _taking(2, Machine.find),
+    "REDUCE": _taking(2, Machine.call),
+    "NEWOBJ": _taking(2, partial(Machine.call, new=True)),
+    "NEWOBJ_EX": _taking(3, partial(Machine.call, new=True)),
     "BUILD": lambda machine, _: machine.build(),
-    "BINPERSID": lambda machine, _: machine.resolve(machine.stack.pop()),
+    "BINPERSID": _taking(1, Machine.resolve),
 }
 
 OPCODES: dict[bytes, tuple[Callable[[BinaryIO], Any] | None, _Handler]] = {
