@@ -163,7 +163,7 @@ class LiveBuckets:
     def compare(self) -> None:
         """Compare samples of the buckets with the loaded weights, which are computed from them.
 
-        LiveBuckets of another layout can have the same sizes. Raises ``MismatchError``.
+        Buckets of another layout can have the same sizes. Raises ``MismatchError``.
         """
         for *_, sample in self._samples:
             weight = sample.weight.float().cpu()
