@@ -162,16 +162,16 @@ def test_two_ranks_die_in_a_save_and_resume(pool: RankPool, tmp_path: Path, chan
     assert is_sharded == (bool(changes) and not adapter)
     assert run("killed", None) == whole
     if adapter:
-        assert _sums_of_adapter(tmp_path / "killed") == whole[0]["sums"]
+        assert _sums_of_adapter(bcp.latest(tmp_path / "killed")) == whole[0]["sums"]
     alone = train(tmp_path / "killed", resume=tmp_path / "killed" / "checkpoint-9", **adapter)
     assert alone["losses"].keys() == whole[0]["losses"].keys()
 
 
-def _sums_of_adapter(root: Path) -> dict[str, float]:
-    """The sums of the parameters of the model that PEFT loads from the newest checkpoint."""
+def _sums_of_adapter(stored: bcp.Checkpoint) -> dict[str, float]:
+    """The sums of the parameters of the model that PEFT loads from a checkpoint."""
     from peft import PeftModel
 
-    folder = str(bcp.latest(root).model_directory)
+    folder = str(stored.model_directory)
     assert {"adapter_model.safetensors", "adapter_config.json"} < {one.name for one in Path(folder).iterdir()}
     model = PeftModel.from_pretrained(make_model(), folder)
     return {name: one.double().sum().item() for name, one in model.named_parameters()}
@@ -219,31 +219,42 @@ def test_a_hostile_checkpoint_writes_nothing_outside(tmp_path: Path, name: str) 
         train(tmp_path)
 
 
-@pytest.mark.parametrize("save", [{"trainable_only": True}, {"layout": "whole"}], ids=["shards", "whole"])
-def test_adapters_alone(tmp_path: Path, save: dict[str, Any]) -> None:
+_ALONE, _WHOLE = {"trainable_only": True}, {"layout": "whole"}
+
+
+@pytest.mark.parametrize(("before", "save"), [(_ALONE, _ALONE), (_WHOLE, _WHOLE), (_ALONE, _WHOLE)])
+def test_adapters_alone(tmp_path: Path, before: dict[str, Any], save: dict[str, Any]) -> None:
     from peft import PeftModel
     from trl import SFTTrainer
 
     class Tuner(BcpTrainerMixin, SFTTrainer):
         pass
 
-    def tune(root: str, **changes: Any) -> dict[str, Any]:
+    def tune(root: str, save: dict[str, Any], **changes: Any) -> dict[str, Any]:
         return train(tmp_path / root, adapted=True, checkpoints={"save": save}, **changes)
 
     assert issubclass(Tuner, SFTTrainer)
-    expected = tune("uninterrupted")
+    expected = tune("uninterrupted", save)
     with pytest.raises(SystemExit):
-        tune("killed", signalled=(4, signal.SIGTERM))
+        tune("killed", before, signalled=(4, signal.SIGTERM))
     names = bcp.latest(tmp_path / "killed").manifest.tensors.names
     assert all("lora" in name for name in names if name.startswith(("model.", "adapter_model.")))
-    assert tune("killed") == expected
-    if "layout" in save:
-        assert _sums_of_adapter(tmp_path / "killed") == expected["sums"]
+    assert tune("killed", save) == expected
+    if save is _WHOLE:
+        assert _sums_of_adapter(bcp.latest(tmp_path / "killed")) == expected["sums"]
         return
     exported = ["export", bcp.latest(tmp_path / "killed").url, str(tmp_path / "adapter"), "--lora", "peft"]
     assert CliRunner().invoke(cli, exported).exit_code == 0
     again = PeftModel.from_pretrained(make_model(), tmp_path / "adapter")
     assert {name: one.double().sum().item() for name, one in again.named_parameters()} == expected["sums"]
+
+
+def test_the_best_adapter_is_loaded(tmp_path: Path) -> None:
+    arguments = {"load_best_model_at_end": True, "learning_rate": 0.5, "warmup_steps": 3, **_ADAPTER_FILES}
+    trained = train(tmp_path, **arguments)
+    best = bcp.open(trained["best"])
+    assert best.step == min(trained["evaluations"], key=trained["evaluations"].get)
+    assert trained["sums"] == _sums_of_adapter(best)
 
 
 def test_a_push_of_checkpoint_folders_is_refused(tmp_path: Path) -> None:
