@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from cycler import cycler
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -33,7 +35,11 @@ __all__ = ["INTRODUCTION", "write"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PANELS = ("stall", "durable", "cold", "warm")
-_OURS, _THEIRS = "#1b6ca8", "#b9c4cc"
+# By color scheme: background and text, the bars of this library and of others, and lines.
+_SCHEMES = {
+    "light": ("#ffffff", "#1c2430", "#1b6ca8", "#b9c4cc", ("#1f77b4", "#e06c00", "#2ca02c")),
+    "dark": ("#161b22", "#dfe5ec", "#4f9bd6", "#56616e", ("#6cb4ee", "#ffa657", "#7ccf7c")),
+}
 
 INTRODUCTION = """\
 # Performance
@@ -113,17 +119,18 @@ def _long_run(results: Path, pictures: Path) -> list[str]:
         return []
     document = json.loads(results.read_text())
     drawn = series(document["result"])
-    picture, axes = plt.subplots(1, len(drawn), figsize=(12, 2.6), layout="constrained")
-    for axis, (title, lines) in zip(axes, drawn.items(), strict=True):
-        for name, (minutes, values) in lines.items():
-            axis.plot(minutes, values, label=name, linewidth=0.8)
-        axis.set_title(title)
-        axis.set_xlabel("minutes")
-        axis.set_ylim(bottom=0)
-        axis.legend(frameon=False)
-        axis.spines[["top", "right"]].set_visible(False)
-    picture.savefig(pictures / "long-run.svg", metadata={"Date": None})
-    plt.close(picture)
+
+    def draw(_ours: str, _theirs: str) -> None:
+        _, axes = plt.subplots(1, len(drawn), figsize=(12, 2.6), layout="constrained")
+        for axis, (title, lines) in zip(axes, drawn.items(), strict=True):
+            for name, (minutes, values) in lines.items():
+                axis.plot(minutes, values, label=name, linewidth=0.8)
+            axis.set_title(title)
+            axis.set_xlabel("minutes")
+            axis.set_ylim(bottom=0)
+            axis.legend(frameon=False)
+            axis.spines[["top", "right"]].set_visible(False)
+
     return [
         "## A long run\n",
         *textwrap.wrap(
@@ -136,7 +143,7 @@ def _long_run(results: Path, pictures: Path) -> list[str]:
         "",
         _where(document),
         _markdown(long_run_table(document["result"])),
-        "![Latencies, memory and disk during the run](performance/long-run.svg)\n",
+        _picture(pictures / "long-run", "Latencies, memory and disk during the run", draw),
     ]
 
 
@@ -284,8 +291,8 @@ def _sections(document: Mapping[str, Any], pictures: Path) -> list[str]:
         for name, result in results.items():
             parts.append(_markdown(contestants(result)))
             if result["contestants"]:
-                _draw(result, pictures / f"{name}.svg")
-                parts.append(f"![{result['title']}: multiples of the floors](performance/{name}.svg)\n")
+                alternative = f"{result['title']}: multiples of the floors"
+                parts.append(_picture(pictures / name, alternative, partial(_draw, result)))
     if ranks.get("reshard"):
         parts += ["## Loading into another layout\n", _markdown(reshard(ranks["reshard"]), titled=False)]
     if by_workload or layouts:
@@ -350,13 +357,34 @@ def _markdown(grid: Grid, *, titled: bool = True) -> str:
     return "\n".join(lines) + ("\n" if grid.remarks else "")
 
 
-def _draw(result: Mapping[str, Any], path: Path) -> None:
+def _picture(path: Path, alternative: str, draw: Callable[[str, str], None]) -> str:
+    """Draw a picture in both color schemes, with the colors for this library and others; return it as text."""
+    parts = ("text.", "axes.label", "axes.title", "axes.edge", "xtick.", "ytick.")
+    for scheme, (background, ink, ours, theirs, lines) in _SCHEMES.items():
+        style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 8}
+        style |= {"figure.constrained_layout.h_pad": 0.08, "axes.prop_cycle": cycler(color=lines)}
+        style |= dict.fromkeys(("figure.facecolor", "axes.facecolor"), background)
+        style |= {f"{part}color": ink for part in parts}
+        with mpl.rc_context(style):
+            draw(ours, theirs)
+            plt.savefig(path.with_name(f"{path.name}-{scheme}.svg"), metadata={"Date": None})
+            plt.close()
+    light, dark = (f"{path.parent.name}/{path.name}-{scheme}.svg" for scheme in _SCHEMES)
+    text = [
+        "<picture>",
+        f'  <source media="(prefers-color-scheme: dark)" srcset="{dark}">',
+        f'  <img src="{light}"',
+        f'    alt="{alternative}">',
+        "</picture>\n",
+    ]
+    return "\n".join(text)
+
+
+def _draw(result: Mapping[str, Any], ours: str, theirs: str) -> None:
     """Draw one panel per figure: multiples of the floor, medians as bars, minimum and maximum as whiskers."""
-    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.size": 8})
+    ink = mpl.rcParams["text.color"]
     names = [name for name, contestant in result["contestants"].items() if not contestant["failure"]]
-    picture, axes = plt.subplots(
-        1, len(_PANELS), figsize=(12, 0.6 + 0.24 * len(names)), sharey=True, layout="constrained"
-    )
+    _, axes = plt.subplots(1, len(_PANELS), figsize=(12, 0.6 + 0.24 * len(names)), sharey=True, layout="constrained")
     for axis, key in zip(axes, _PANELS):
         which = FIGURES[key]
         floor = floor_of(which, result)
@@ -365,18 +393,17 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
             if found is None or not floor:
                 continue
             median, low, high = found.median / floor, found.low / floor, found.high / floor
-            colour = _OURS if name.startswith("bytecheckpoint") else _THEIRS
-            axis.barh(row, median, xerr=[[median - low], [high - median]], color=colour, error_kw={"linewidth": 0.7})
+            color = ours if name.startswith("bytecheckpoint") else theirs
+            whiskers = {"linewidth": 0.7, "ecolor": ink}
+            axis.barh(row, median, xerr=[[median - low], [high - median]], color=color, error_kw=whiskers)
             axis.annotate(
                 f"{median:.2f}", (max(high, 0.0), row), xytext=(2, 0), textcoords="offset points", va="center"
             )
-        axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+        axis.axvline(1.0, color=ink, linewidth=0.8, linestyle=":")
         axis.set_title(f"{which.title} (1 = floor)")
         axis.margins(x=0.18)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_yticks(range(len(names)), list(reversed(names)))
-    picture.savefig(path, metadata={"Date": None})
-    plt.close(picture)
 
 
 def main() -> None:

@@ -175,12 +175,14 @@ def main(folder: Path, documentation: Path | None) -> None:
                 browser.show(width=width, height=900, is_dark=is_dark)
                 browser.open(page, READY)
                 browser.screenshot(folder / f"{ranks}-{name}.png", is_whole=True)
-            if documentation is not None:
-                browser.show(width=1100, height=820)
+            if documentation is None:
+                continue
+            for scheme in ("light", "dark"):
+                browser.show(width=1100, height=820, is_dark=scheme == "dark")
                 browser.open(page, READY)
                 if ranks > 8:
                     browser.evaluate(_SHOW_SAVE)
-                browser.screenshot(documentation / f"report-{ranks}.webp")
+                browser.screenshot(documentation / f"report-{ranks}-{scheme}.webp")
 
 
 if __name__ == "__main__":

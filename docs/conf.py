@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from sphinx.application import Sphinx
 
 from bytecheckpoint.version import VERSION
@@ -33,7 +35,13 @@ copybutton_prompt_is_regexp = True
 
 # The pages link to headings of one another, as they do in the repository.
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["attrs_inline", "colon_fence"]
+
+# What the repository's host shows of a picture. The site's scheme may differ from that of the reader's system.
+PICTURE = re.compile(
+    r'<picture>\s+<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">'
+    r'\s+<img src="(?P<light>[^"]+)"\s+alt="(?P<alt>[^"]+)">\s+</picture>'
+)
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
@@ -55,6 +63,11 @@ MADE_BY_THE_LIBRARY = {"Checkpoint", "LoadReport", "SaveHandle", "SaveResult", "
 MADE_BY_THE_LIBRARY |= {"VerifyReport", "Work"}
 
 
+def by_scheme(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """Let the theme choose between the two files of a picture."""
+    source[0] = PICTURE.sub(r"![\g<alt>](\g<light>){.only-light} ![\g<alt>](\g<dark>){.only-dark}", source[0])
+
+
 def without_epilog(_app: Sphinx, _context: object, lines: list[str]) -> None:
     """Leave out what the help of each command repeats: the exit codes, which docs/cli.md has as a table."""
     lines.clear()
@@ -70,5 +83,6 @@ def without_constructor(
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", by_scheme)
     app.connect("autodoc-process-signature", without_constructor)
     app.connect("sphinx-click-process-epilog", without_epilog)

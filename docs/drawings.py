@@ -1,8 +1,7 @@
 """Draw the pictures of the documentation as SVG files: ``make drawings``.
 
-A picture is 400 units wide, so that its text can be read at the width of a phone. It follows the color scheme of the
-reader, and has its own background, so that it can be read on a page of the other scheme too. The README chooses between
-two files, because the site that shows it may have another scheme than the reader's system.
+A picture is 400 units wide, so that its text can be read at the width of a phone. There is one file for each color
+scheme, between which the pages choose. It has its own background, so that it can be read alone too.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ class Drawing:
             corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in [(x1, y1), *back])
             self._add(f'<polygon points="{corners}"', color, color)
 
-    def svg(self, schemes: str) -> str:
-        """Return the file. ``schemes`` is the style sheet that defines the colors."""
+    def svg(self, colors: dict[str, str]) -> str:
+        """Return the file, in the colors of a scheme."""
         head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" width="520" '
         head += f'height="{520 * self.height / WIDTH:.0f}" role="img" aria-label="{escape(self.title)}">'
         ground = f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{self.height - 1}" rx="8" '
@@ -77,7 +76,7 @@ class Drawing:
         lines = [
             head,
             f"<title>{escape(self.title)}</title>",
-            f"<style>{schemes}{FONTS}</style>",
+            f"<style>{variables(colors)}{FONTS}</style>",
             ground,
             *self._shapes,
         ]
@@ -319,16 +318,17 @@ def tiers() -> Drawing:
     return d
 
 
-CONCEPTS: tuple[Callable[[], Drawing], ...] = (checkpoint, names, boxes, asynchronous, commit, tiers)
+PICTURES: tuple[Callable[[], Drawing], ...] = (overview, checkpoint, names, boxes, asynchronous, commit, tiers)
+SCHEMES = {"light": LIGHT, "dark": DARK}
 
 
 def files() -> dict[Path, str]:
     """Return the text of each file."""
-    both = f"svg{{color-scheme:light dark}}{variables(LIGHT)}@media(prefers-color-scheme:dark){{{variables(DARK)}}}"
-    found = {FOLDER / "concepts" / f"{draw.__name__}.svg": draw().svg(both) for draw in CONCEPTS}
-    for scheme, colors in (("light", LIGHT), ("dark", DARK)):
-        found[FOLDER / "concepts" / f"overview-{scheme}.svg"] = overview().svg(variables(colors))
-    return found | {FOLDER / "concepts" / "overview.svg": overview().svg(both)}
+    return {
+        FOLDER / "concepts" / f"{draw.__name__}-{scheme}.svg": draw().svg(colors)
+        for draw in PICTURES
+        for scheme, colors in SCHEMES.items()
+    }
 
 
 def main() -> None:

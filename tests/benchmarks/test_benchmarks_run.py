@@ -109,8 +109,9 @@ def test_report_is_written(document: dict[str, Any], ranks: dict[str, Any], tmp_
     assert "**bytecheckpoint**" in text
     assert "torchsnapshot: not installed" in text
     for picture in (WORKLOAD, "tp-2"):
-        assert f"performance/{picture}.svg" in text
-        assert (tmp_path / "performance" / f"{picture}.svg").stat().st_size > 1000
+        for scheme in ("light", "dark"):
+            assert f'"performance/{picture}-{scheme}.svg"' in text
+            assert (tmp_path / "performance" / f"{picture}-{scheme}.svg").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
