@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from sphinx.application import Sphinx
+from sphinx.util.logging import getLogger
 
 from bytecheckpoint.version import VERSION
 
@@ -63,9 +64,11 @@ MADE_BY_THE_LIBRARY = {"Checkpoint", "LoadReport", "SaveHandle", "SaveResult", "
 MADE_BY_THE_LIBRARY |= {"VerifyReport", "Work"}
 
 
-def by_scheme(_app: Sphinx, _page: str, source: list[str]) -> None:
+def by_scheme(_app: Sphinx, page: str, source: list[str]) -> None:
     """Let the theme choose between the two files of a picture."""
     source[0] = PICTURE.sub(r"![\g<alt>](\g<light>){.only-light} ![\g<alt>](\g<dark>){.only-dark}", source[0])
+    if "<picture>" in source[0]:
+        getLogger(__name__).warning("a picture is not written as PICTURE in conf.py expects it", location=page)
 
 
 def without_epilog(_app: Sphinx, _context: object, lines: list[str]) -> None:
