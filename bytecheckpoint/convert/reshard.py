@@ -27,12 +27,11 @@ from ..foreign.naming import MODEL_SECTION
 from ..format.manifest.document import Manifest, SectionInfo
 from ..format.manifest.files import COMPANION
 from ..format.safetensors import shard_name
-from ..format.values.files import encode_values_file
+from ..format.values.files import encode_path, encode_values_file
 from ..frameworks.sections import split_rank_name
 from ..runtime.arguments import check_choice
 from ..runtime.modes import default_modes
 from ..tensors.geometry import Box
-from ..tensors.shards import Path
 from ..tensors.tables import TensorTable
 from ..version import HEADER_METADATA
 from .related import kept_files
@@ -217,9 +216,11 @@ def _values_of(index: Index, attempt: str) -> list[OutputFile]:
 def _encoded_values(values: Iterable[StoredValue], url: str, attempt: str) -> list[OutputFile]:
     values = list(values)
     refuse_unread(values, url)
-    groups: dict[tuple[str, int | None], list[tuple[Path, bool, bytes]]] = {}
+    groups: dict[tuple[str, int | None], list[tuple[bytes, bool, bytes]]] = {}
     for value in values:
-        groups.setdefault((value.section, value.rank), []).append((value.path, value.rank is None, value.encoded))
+        groups.setdefault((value.section, value.rank), []).append(
+            (encode_path(value.path), value.rank is None, value.encoded)
+        )
     files = []
     for (section, rank), entries in groups.items():
         kind = "values" if rank is None else "rank_values"

@@ -15,7 +15,7 @@ from ..errors import PlanError, StorageError
 from ..format.checksums import empty_checksums
 from ..format.manifest.document import Manifest, SectionInfo, timestamp
 from ..format.values.encoding import encode_value
-from ..format.values.files import encode_values_file
+from ..format.values.files import encode_path, encode_values_file
 from ..format.values.types import path_name
 from ..planners import plan_columns
 from ..saving.engine import SaveEngine
@@ -129,7 +129,11 @@ def write_items(
             images.append(tensor_image(data_key(share.attempt, section, timings.rank, "tensors"), layout, shards))
         if source.values:
             entries = [
-                (path, True, encode_value(value, f"{section}.{path_name(path)}", allow_pickle=allow_pickle))
+                (
+                    encode_path(path),
+                    True,
+                    encode_value(value, f"{section}.{path_name(path)}", allow_pickle=allow_pickle),
+                )
                 for path, value in source.values.items()
             ]
             key = data_key(share.attempt, section, timings.rank, "values")
@@ -253,7 +257,7 @@ def _write_containers(
     for section, items in leaves.items():
         containers = describe_containers(section, items.items())
         if containers:
-            entries = [(path, True, encode_value(one, section)) for path, one in containers.items()]
+            entries = [(encode_path(path), True, encode_value(one, section)) for path, one in containers.items()]
             key = f"{attempt}/{section}-containers.msgpack"
             image = FileImage(key, section, "values", encode_values_file(entries))
             yield write_whole(backend, image, chunk_size, timings)

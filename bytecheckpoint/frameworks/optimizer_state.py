@@ -36,6 +36,7 @@ MASTERS_OF: Path = ("masters_of",)
 
 TENSOR_LEAF = Container("tensor")
 _PREFIX = "state."
+_NO_STATE: Mapping[str, Any] = {}  # one object, which a save encodes once for all parameters without state
 
 
 def state_name(fqn: str, key: str) -> str:
@@ -151,7 +152,7 @@ def capture_state(named: NamedParam, source: SectionSource, *, compare: bool) ->
     where = _PREFIX + named.names[0]
     state = named.state
     if not state and not named.is_remote:
-        source.values.update({empty_state_path(fqn): {} for fqn in named.names})
+        source.values.update({empty_state_path(fqn): _NO_STATE for fqn in named.names})
 
     def add(key: str, value: torch.Tensor, kind: TensorKind) -> None:
         metas, shards = lay_out(named, key, value, kind)

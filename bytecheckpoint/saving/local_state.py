@@ -35,7 +35,7 @@ from ..planners import (
 from ..tensors.geometry import Box
 from ..tensors.mesh_layout import MeshPlace
 from ..tensors.metadata import BasicMeta
-from ..tensors.shards import IrregularShard, MeshShard, Path, SectionSource, Shard, torch_dtype
+from ..tensors.shards import IrregularShard, MeshShard, SectionSource, Shard, torch_dtype
 from ..tensors.tables import BoxTable, TensorTable
 from ..version import HEADER_METADATA
 from .companions import has_adapter
@@ -128,7 +128,7 @@ class LocalState:
         else:
             add_digests(sources.values())
             self.declared.add(sources, seed=seed, everything=options.replicas == "check", on_device=not options.gate)
-        self.values: list[tuple[str, Path, bytes]] = []
+        self.values: list[tuple[str, bytes, bytes]] = []
         self._entries: list[ValueEntry] = []
         for name, source in sources.items():
             # The options of an optimizer's group appear once for each of its parameters: encode each object once.
@@ -143,8 +143,9 @@ class LocalState:
                 elif value is not last:
                     data = encode_value(value, f"{name}.{path_name(path)}", allow_pickle=options.allow_pickle)
                     last, digest = value, value_digest(data)
-                self.values.append((name, path, data))
-                self._entries.append(ValueEntry(name, encode_path(path), digest, len(data), path in source.per_rank))
+                encoded = encode_path(path)
+                self.values.append((name, encoded, data))
+                self._entries.append(ValueEntry(name, encoded, digest, len(data), path in source.per_rank))
         self.fingerprint = self._compute_fingerprint(world_size)
 
     def _compute_fingerprint(self, world_size: int) -> bytes:
@@ -230,15 +231,14 @@ class LocalState:
         for file in files:
             key = data_key(attempt, file.section, self._rank, "tensors", codec)
             images.append(tensor_image(key, file, [shards[row] for row in file.rows], codec))
-        for shared, kind in ((True, "values"), (False, "rank_values")):
-            by_section: dict[str, list[tuple[Path, bool, bytes]]] = {}
-            for index, is_shared in zip(assignment.values.tolist(), assignment.shared.tolist(), strict=True):
-                if is_shared == shared:
-                    section, path, data = self.values[index]
-                    by_section.setdefault(section, []).append((path, shared, data))
-            for section, leaves in by_section.items():
-                key = data_key(attempt, section, self._rank, kind)
-                images.append(FileImage(key, section, kind, encode_values_file(leaves)))
+        by_file: dict[tuple[bool, str], list[tuple[bytes, bool, bytes]]] = {}
+        for index, shared in zip(assignment.values.tolist(), assignment.shared.tolist(), strict=True):
+            section, path, data = self.values[index]
+            by_file.setdefault((not shared, section), []).append((path, shared, data))
+        for (is_own, section), leaves in sorted(by_file.items(), key=lambda item: item[0][0]):
+            kind = "rank_values" if is_own else "values"
+            key = data_key(attempt, section, self._rank, kind)
+            images.append(FileImage(key, section, kind, encode_values_file(leaves)))
         return images
 
 

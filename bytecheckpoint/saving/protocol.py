@@ -3,7 +3,7 @@
     check      validate the arguments; rank 0 checks that the path can hold a checkpoint
     describe   adapters list the state's shards and plain values; no tensor is copied
     agree      all ranks compare path, step and sections, and find out whether an earlier plan is still valid
-    plan       otherwise rank 0 deduplicates replicas, balances bytes and lays out files
+    plan       otherwise rank 0 deduplicates replicas and balances bytes; each rank lays out its files
     stage      copy this rank's share into the arena; after it the caller may change every tensor
     merge      (if ``layout`` requests whole tensors) fragments travel to one owner per tensor, which writes it
     write      write data files, hashed and durable; release the memory of each piece as soon as it is written
@@ -59,13 +59,14 @@ def save(
         run.step(run.check, state)
         with paused():
             local = run.step(run.describe, state)
-            agreement = run.step(run.agree, local)
-            share = run.step(run.plan, local, agreement)
+            share, copy = run.step(run.plan, local, run.step(run.agree, local))
+            del local  # the collector would visit each of its objects at once
         if not engine.is_background_thread:
             pass_gates(engine)
-        copy = run.step(run.stage, state, local, share, partial(_complete, run, share))
+        complete = partial(_complete, run, share, copy)
+        run.step(run.stage, state, copy, complete)
         if copy.mode is not CopyMode.PIPELINED:
-            run.queue(partial(_complete, run, share, copy))
+            run.queue(complete)
         if not is_async:
             run.handle.result()
     return run.handle

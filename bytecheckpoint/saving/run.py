@@ -102,8 +102,8 @@ class SaveRun:
             self._begin_attempt(agreement)  # other ranks continue, even if this one fails before its next step
         return agreement
 
-    def plan(self, local: LocalState, agreement: SaveShare | NewPlan) -> SaveShare:
-        """Make a new plan if no earlier one is valid, and find out what a base has of this rank's files."""
+    def plan(self, local: LocalState, agreement: SaveShare | NewPlan) -> tuple[SaveShare, StateCopy]:
+        """Make a new plan if no earlier one is valid, and lay out this rank's files without what a base has of them."""
         share = agreement
         if isinstance(share, NewPlan):
             share = plan_save(self.op, self.engine.plans, local, share, self._new_id)
@@ -114,22 +114,18 @@ class SaveRun:
         is_known = self.options.codec in (None, AUTO) and self.commit.base is None and self.upload is None
         if self.op.rank == 0 and is_known:
             check_space(self.backend, share.planned.nbytes)
-        return share
+        return share, self._prepare_copy(local, share)
 
-    def stage(
-        self, state: Mapping[str, Any], local: LocalState, share: SaveShare, complete: Callable[[StateCopy], None]
-    ) -> StateCopy:
+    def stage(self, state: Mapping[str, Any], copy: StateCopy, complete: Callable[[], None]) -> None:
         """Copy this rank's share, or prepare to. ``complete`` is queued if it has to release memory for the copy."""
-        copy = self._prepare_copy(local, share)
         if self.op.rank == 0:
             self._models = find_models(state, self.options)
         with copy.reserved():
             if copy.mode is CopyMode.PIPELINED:
-                self.queue(lambda: complete(copy))
+                self.queue(complete)
                 if copy.waits_for_merge:
                     self.lifecycle.wait_merged()
             copy.copy(state)
-        return copy
 
     def queue(self, complete: Callable[[], None]) -> None:
         """Hand the rest of the save to the background thread, which completes saves in the order of their calls."""

@@ -18,6 +18,7 @@ from ..engine.merging.fragments import Fragments, LiveFragments, StagedFragments
 from ..engine.staging.device_copy_out import block_preparation
 from ..engine.staging.staging import Staging
 from ..errors import DeadlineError, UsageError
+from ..runtime.gc_pause import paused
 from ..telemetry.trace import Timings
 from ..tensors.shards import Shard
 from .engine import SaveEngine
@@ -131,7 +132,8 @@ class StateCopy:
 
     def _copy_behind_gate(self, state: Mapping[str, Any]) -> None:
         """Copy what may change at any time. A helper thread copies the rest and ends the reservation."""
-        gate = SaveGate(state, self.staging.images)
+        with paused():
+            gate = SaveGate(state, self.staging.images)
         gate.close(self._engine, self.staging, self._deadline_s)
         if self.staging.is_on_device:
             self.staging.fill()  # this only queues the copies on device streams

@@ -375,12 +375,13 @@ def test_values_file_round_trip_and_rules() -> None:
         (("rng", 0), False, encode_value((1, 2), "rng")),
         ((), True, encode_value({}, "")),
     ]
-    data = encode_values_file(entries)
+    encoded = [(encode_path(path), shared, value) for path, shared, value in entries]
+    data = encode_values_file(encoded)
     assert decode_values_file(data) == entries
     assert [decode_value(raw) for _, _, raw in decode_values_file(data)] == [3, (1, 2), {}]
     assert msgpack.unpackb(data)["values_version"] == 1
     with pytest.raises(FormatError, match="twice"):
-        decode_values_file(encode_values_file([entries[0], entries[0]]))
+        decode_values_file(encode_values_file([encoded[0], encoded[0]]))
     for document in (
         {"values_version": 2, "entries": []},
         [],

@@ -54,16 +54,17 @@ def _no_extensions(code: int, payload: bytes) -> Any:
     raise FormatError(f"extension type {code} is not allowed here")
 
 
-def encode_values_file(entries: Sequence[tuple[Path, bool, bytes]]) -> bytes:
-    """Return the contents of a values file: one msgpack document with the ``(path, shared, encoded value)`` entries.
+def encode_values_file(entries: Sequence[tuple[bytes, bool, bytes]]) -> bytes:
+    """Return the contents of a values file: one msgpack document of ``(encoded path, shared, encoded value)`` entries.
 
     ``shared`` is true for a value of every rank, false for a value of the rank that writes the file.
     """
     packer = msgpack.Packer(strict_types=True)
     parts = [packer.pack_map_header(2), packer.pack("values_version"), packer.pack(VALUES_FILE_VERSION)]
     parts += [packer.pack("entries"), packer.pack_array_header(len(entries))]
+    begin, flags = packer.pack_array_header(3), [packer.pack(False), packer.pack(True)]
     for path, shared, encoded in entries:
-        parts += [packer.pack_array_header(3), encode_path(path), packer.pack(bool(shared)), packer.pack(encoded)]
+        parts += (begin, path, flags[shared], packer.pack(encoded))
     return b"".join(parts)
 
 
