@@ -133,7 +133,7 @@ class LiveBuckets:
         count = min(_SAMPLE, part.box.numel if part.strides is None else 1)
         first = (item.span or (0, 0))[0] + part.start
         weight = item.model_param.detach().view(-1)[first : first + count]
-        sample = _Sample(part.fqn, weight, torch.full((count,), torch.nan))
+        sample = _Sample(part.fqn, weight, torch.full((count,), torch.nan, dtype=torch.float32))
         self._samples.append((name, place.start + part.start, place.numel, sample))
 
     def add_to(self, target: SectionTarget) -> None:
