@@ -75,9 +75,10 @@ class Meter:
 
         ``return_s`` is the time of the call, ``excess_s`` the slowdown of later steps including gates, and ``stall_s``
         the sum of both. ``durable_s`` lasts from the call until everything is synced. If the contestant does not sync,
-        this method does, and counts it.
+        this method does, and counts it. For an asynchronous save, there are percentiles of the steps before and during it.
         """
-        ordinary = statistics.mean(self._steps_for(_BASELINE_S))
+        before = [*self._steps_for(_BASELINE_S)]
+        ordinary = statistics.mean(before)
         _reset_peak()
         cpu, begin = _cpu_seconds(), time.perf_counter()
         pending = self._contestant.save(path, state)
@@ -100,6 +101,7 @@ class Meter:
             "cpu_s": _cpu_seconds() - cpu - own_cpu,
             "peak_bytes": _peak_growth(self._before_saves),
             "stages": self._contestant.stages(),
+            **(_percentiles("before", before) | _percentiles("during", steps) if steps else {}),
         }
 
     def load(self, path: str, state: Any) -> Sample:
@@ -159,6 +161,11 @@ def wire_bytes() -> int:
         if name.strip() == "lo":
             return int(counters.split()[8])
     return 0
+
+
+def _percentiles(when: str, seconds: list[float]) -> Sample:
+    ordered = sorted(seconds)
+    return {f"step_{when}_p{share}_s": ordered[share * (len(ordered) - 1) // 100] for share in (50, 99)}
 
 
 def _cpu_seconds() -> float:

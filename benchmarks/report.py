@@ -29,7 +29,7 @@ from benchmarks.merge_stage import table as merge_table
 from benchmarks.object_store import table as object_store_table
 from benchmarks.results import FIGURES, figure, floor_of
 from benchmarks.scale_table import job_grids
-from benchmarks.tables import Grid, contestants, floor_grid, profile, reshard
+from benchmarks.tables import Grid, contestants, floor_grid, profile, reshard, training_steps
 
 __all__ = ["INTRODUCTION", "write"]
 
@@ -295,9 +295,21 @@ def _sections(document: Mapping[str, Any], pictures: Path) -> list[str]:
                 parts.append(_picture(pictures / name, alternative, partial(_draw, result)))
     if ranks.get("reshard"):
         parts += ["## Loading into another layout\n", _markdown(reshard(ranks["reshard"]), titled=False)]
+    everything = {**by_workload, **layouts}
+    if (slowed := training_steps(everything)).rows:
+        parts += [
+            "## Training steps during a save\n",
+            *textwrap.wrap(
+                "Each step is ten products of 256 x 256 matrices on one thread, with Python between them. A save that "
+                "computes, holds the GIL or fills the memory bus slows them. With a gate, a step waits for the copy "
+                "once in a second.",
+                118,
+            ),
+            "",
+            _markdown(slowed, titled=False),
+        ]
     if by_workload or layouts:
         parts.append("## Where the time goes\n")
-        everything = {**by_workload, **layouts}
         parts += [_markdown(profile(everything, name)) for name in ("bytecheckpoint", "bytecheckpoint async")]
     return parts
 

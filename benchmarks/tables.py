@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.results import FIGURES, figure, floor_of, floors, resharding, stages
 
-__all__ = ["Grid", "contestants", "floor_grid", "profile", "reshard", "show"]
+__all__ = ["Grid", "contestants", "floor_grid", "profile", "reshard", "show", "training_steps"]
 
 _SECONDS = ("stall", "durable", "cold", "warm")
 _OTHERS = ("save_cpu", "load_cpu", "save_peak", "load_peak", "read")
@@ -99,6 +100,21 @@ def profile(results: Mapping[str, Mapping[str, Any]], name: str) -> Grid:
         (title, part, *(f"{times[s] * 1e3:.1f}" if s in times else "" for s in steps)) for title, part, times in found
     ]
     return Grid(f"Steps of {name}, ms", ("", "", *steps), rows)
+
+
+def training_steps(results: Mapping[str, Mapping[str, Any]]) -> Grid:
+    """Return the times of training steps before and during asynchronous saves: medians of the rounds, ms."""
+    keys = [f"step_{when}_p{share}_s" for share in (50, 99) for when in ("before", "during")]
+    rows = []
+    for result in results.values():
+        for name, contestant in result["contestants"].items():
+            saves = [sample["save"] for sample in contestant.get("samples", []) if "save" in sample]
+            saves = [save for save in saves if keys[0] in save]
+            if saves:
+                cells = [f"{median(save[key] for save in saves) * 1e3:.1f}" for key in keys]
+                rows.append((result["title"], name, *cells))
+    columns = ("", "", "p50 without a save", "p50 during it", "p99 without a save", "p99 during it")
+    return Grid("Training steps, ms", columns, rows)
 
 
 def show(grid: Grid, console: Console) -> None:
