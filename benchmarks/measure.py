@@ -75,7 +75,7 @@ class Meter:
 
         ``return_s`` is the time of the call, ``excess_s`` the slowdown of later steps including gates, and ``stall_s``
         the sum of both. ``durable_s`` lasts from the call until everything is synced. If the contestant does not sync,
-        this method does, and counts it. For an asynchronous save, there are percentiles of the steps before and during it.
+        this method does, and counts it. For an asynchronous save, it has percentiles of the steps before and during it.
         """
         before = [*self._steps_for(_BASELINE_S)]
         ordinary = statistics.mean(before)
