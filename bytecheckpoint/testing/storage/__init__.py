@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from .objects import HOSTILE_KEYS, ObjectTests
-from .reading import ReadingTests
+from .reading import ListingTests, ReadingTests
 from .sequences import SequenceTests, StoreMachine
 from .writing import WritingTests
 
 __all__ = ["HOSTILE_KEYS", "StorageConformance", "StoreMachine"]
 
 
-class StorageConformance(ObjectTests, ReadingTests, WritingTests, SequenceTests):
+class StorageConformance(ObjectTests, ReadingTests, WritingTests, ListingTests, SequenceTests):
     """The conformance suite for storage backends.
 
     A subclass defines the fixture ``backend``, which yields a new and empty store for each test. Class attributes

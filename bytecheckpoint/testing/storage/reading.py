@@ -161,6 +161,8 @@ class ReadingTests(StoreTests):
             for _ in pool.map(read, range(4)):
                 pass
 
+
+class ListingTests(StoreTests):
     def test_list_is_sorted_and_filtered(self, backend: StorageBackend) -> None:
         keys = ["a-b/z", "a.b", "a/b/c", "a/b.c", "a/b0", "a0", "ab/x", "b", "step-10/m", "step-100/m", "step-9/m"]
         for key in random.Random(0).sample(keys, len(keys)):
