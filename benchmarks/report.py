@@ -28,6 +28,7 @@ from benchmarks.long_run import table as long_run_table
 from benchmarks.merge_stage import table as merge_table
 from benchmarks.object_store import table as object_store_table
 from benchmarks.results import FIGURES, figure, floor_of
+from benchmarks.same_name import table as same_name_table
 from benchmarks.scale_table import job_grids
 from benchmarks.tables import Grid, contestants, floor_grid, profile, reshard, training_steps
 
@@ -86,6 +87,7 @@ def write(results: Path, docs: Path) -> Path:
     parts += _codecs(results.parent / "codecs.json")
     parts += _incremental(results.parent / "incremental.json")
     parts += _object_store(results.parent / "object_store.json")
+    parts += _same_name(results.parent / "same_name.json")
     parts += _long_run(results.parent / "long_run.json", pictures)
     page.write_text("\n".join([*parts, *_planning(results.parent / "scale_planning.json")]))
     return page
@@ -144,6 +146,27 @@ def _long_run(results: Path, pictures: Path) -> list[str]:
         _where(document),
         _markdown(long_run_table(document["result"])),
         _picture(pictures / "long-run", "Latencies, memory and disk during the run", draw),
+    ]
+
+
+def _same_name(results: Path) -> list[str]:
+    """Return the section on ``benchmarks.same_name``, if there are results."""
+    if not results.exists():
+        return []
+    document = json.loads(results.read_text())
+    return [
+        "## The ByteCheckpoint package, over two ranks\n",
+        *textwrap.wrap(
+            "The open package of the same name, 0.0.2, with `fast_saving` and `fast_loading`, and this library take "
+            "turns, each in a new job of two ranks. The second save counts: the first one finds no staging memory. "
+            "Figures are those of the slowest rank. The package reports the end of a save on rank 0 and does not sync "
+            "its files; the sync is added. Loads find the bytes in the page cache. All samples are in "
+            "[same_name.json](../benchmarks/results/same_name.json).",
+            118,
+        ),
+        "",
+        _where(document),
+        _markdown(same_name_table(document["result"])),
     ]
 
 
