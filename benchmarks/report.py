@@ -296,6 +296,7 @@ def _planning(results: Path) -> list[str]:
         ),
         "",
         "    python -m benchmarks.scale_planning --json benchmarks/results/scale_planning.json",
+        "    python -m benchmarks.scale_planning --ranks 131072 --case dense   # the row of 131,072 ranks, 2026-11-27",
         "",
         *(_markdown(grid) for grid in job_grids(rows)),
     ]
