@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bytecheckpoint.errors import UnsupportedTensorError
+from bytecheckpoint.frameworks import dtensor
 from bytecheckpoint.frameworks.dtensor import dtensor_boxes
 from bytecheckpoint.frameworks.placements import LocalBox, MeshSharding
 from bytecheckpoint.tensors.geometry import Box
@@ -167,6 +168,37 @@ def test_partial_and_unknown_placements_are_refused_with_advice():
 def test_rank_outside_the_mesh_holds_nothing():
     mesh = SimpleNamespace(get_coordinate=lambda: None)
     assert dtensor_boxes("w", SimpleNamespace(_spec=SimpleNamespace(mesh=mesh))) == ()
+
+
+class _Spec(SimpleNamespace):
+    """Has what ``dtensor_boxes`` asks of a ``DTensorSpec``."""
+
+
+def _dtensor(coordinate):
+    mesh = SimpleNamespace(shape=(2,), get_coordinate=lambda: (coordinate,))
+    spec = _Spec(mesh=mesh, shape=(4, 3), placements=(Shard(0),))
+    return SimpleNamespace(_spec=spec, _local_tensor=torch.zeros(2, 3), shape=(4, 3), placements=spec.placements)
+
+
+def test_boxes_are_kept_as_long_as_their_spec():
+    """A new spec at the address of an old one gets its own boxes, and nothing is left of specs that are gone."""
+    dtensor._held_by_spec.clear()
+    for turn in range(200):
+        one = _dtensor(turn % 2)
+        for _ in range(2):
+            (part,) = dtensor_boxes("w", one)
+            assert part.box == Box((2 * (turn % 2), 0), (2, 3))
+        assert [held.refers_to() for held in dtensor._held_by_spec.values()] == [one._spec]
+        del one
+        assert dtensor._held_by_spec == {}
+
+
+def test_a_local_tensor_that_changes_its_shape_is_refused():
+    one = _dtensor(0)
+    dtensor_boxes("w", one)
+    one._local_tensor = torch.zeros(3, 3)
+    with pytest.raises(UnsupportedTensorError, match=r"^w: .*should hold a local tensor of shape \[2, 3\]"):
+        dtensor_boxes("w", one)
 
 
 def test_scalars_and_negative_dims():

@@ -812,7 +812,7 @@ def test_the_rate_is_limited(places: Places, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("how", ["signal", "exception"])
 def test_uploads_do_not_outlast_the_grace_period(places: Places, how: str) -> None:
     """An upload that would take weeks. The next job makes it."""
-    preemption = bcp.Preemption(grace_s=1.0)
+    preemption = bcp.Preemption(grace_s=time_limit(2.0))  # half of it for the last save
     handles = []
 
     def train() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...errors import StateError
 from ...tensors.derived import is_derived
 from ...tensors.geometry import decompose
 from ..blocks import PAGE, Block
@@ -60,7 +61,7 @@ def parts(
     """Yield the parts of the image's tensors that are in bytes ``[start, stop)`` of the file, in order.
 
     Each item is a tensor, the range of its bytes (first, last), and the position of that range relative to ``start``.
-    ``only`` selects tensors.
+    ``only`` selects tensors. Raises ``StateError`` if a tensor does not have the size that it was described with.
     """
     low, high = start - len(image.head), stop - len(image.head)
     begin = max(bisect_right(image.offsets, low) - 1, 0)
@@ -71,8 +72,14 @@ def parts(
     ):
         first = low - offset if offset < low else 0
         last = nbytes if offset + nbytes <= high else high - offset
-        if first < last and (only is None or only(shard.tensor)):
-            yield shard.tensor, first, last, offset + first - low
+        tensor = shard.tensor
+        if first < last and (only is None or only(tensor)):
+            if tensor.nbytes != nbytes:  # reading its memory might lead outside of it
+                raise StateError(
+                    f"{image.section}.{shard.fqn} was given other memory while it was being saved, of {tensor.nbytes} "
+                    f"bytes instead of {nbytes}"
+                )
+            yield tensor, first, last, offset + first - low
 
 
 def copy_piece(
