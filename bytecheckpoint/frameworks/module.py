@@ -143,7 +143,7 @@ class ModuleAdapter(Adapter):
                 source.values[_wrapper_path(fqn)] = held.record
                 metas, shards = held.metas, held.shards
             else:
-                meta, shards = tensor_shards(fqn, tensor, kind, fill=False)
+                meta, shards = tensor_shards(fqn, tensor, kind)
                 metas = {fqn: meta}
             _require_free(metas, source.metas)
             source.metas.update(metas)

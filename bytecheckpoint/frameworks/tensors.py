@@ -75,22 +75,19 @@ def tensor_kind(tensor: object) -> TensorKind:
     return _WRAPPER if is_wrapper else _OTHER
 
 
-def tensor_shards(
-    fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None, *, fill: bool = True
-) -> tuple[BasicMeta, list[Shard]]:
+def tensor_shards(fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None) -> tuple[BasicMeta, list[Shard]]:
     """Dtype and global shape of a tensor, and its local shards: the tensor itself, or views of its memory.
 
     A plain tensor is one whole box, a replica on every rank. Makes no copy and runs no collective. A meta tensor yields
-    meta shards; the caller decides whether that is an error. Pass the ``kind`` if it is known. With ``fill``, the
-    shards may be written, so a parameter is detached. Raises ``UnsupportedTensorError`` for a tensor without dense
-    memory.
+    meta shards; the caller decides whether that is an error. Pass the ``kind`` if it is known. No shard requires a
+    gradient. Raises ``UnsupportedTensorError`` for a tensor without dense memory.
     """
     kind = kind or tensor_kind(tensor)
     if kind.is_dtensor:
         return dtensor_shards(fqn, tensor, _dense(fqn, attached_local_tensor(tensor)))  # type: ignore[arg-type]
     if kind.is_distributed:
         return _sharded_tensor_shards(fqn, tensor)
-    dense = _dense(fqn, tensor, fill=fill)
+    dense = _dense(fqn, tensor)
     meta, box = named_whole(fqn, dense.dtype, dense.shape)
     return meta, [Shard.unchecked(fqn, meta, box, dense)]
 
@@ -114,13 +111,14 @@ def describe_plain(
     if is_refused or len(set(addresses)) < len(addresses) or not taken.isdisjoint(addresses):
         return None
     shard = Shard.unchecked
-    described = zip(names, whole, tensors, strict=True)
+    dense = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    described = zip(names, whole, dense, strict=True)
     return addresses, [shard(name, meta, box, tensor) for name, (meta, box), tensor in described]
 
 
-def _dense(fqn: str, tensor: torch.Tensor, *, fill: bool = True) -> torch.Tensor:
+def _dense(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     """This tensor if possible, since detaching doubles the time for small ones."""
-    if type(tensor) in _PLAIN_TYPES and not (fill and tensor.requires_grad) and not _is_odd(tensor):
+    if type(tensor) in _PLAIN_TYPES and not tensor.requires_grad and not _is_odd(tensor):
         return tensor
     return dense_view(fqn, tensor)
 

@@ -122,7 +122,7 @@ class Capture:
         if first is not None:
             self.source.aliases[fqn] = first
             return
-        meta, shards = tensor_shards(fqn, tensor, kind, fill=False)
+        meta, shards = tensor_shards(fqn, tensor, kind)
         self.source.metas[fqn] = meta
         self.source.shards += shards
         if own:

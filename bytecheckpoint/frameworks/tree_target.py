@@ -139,7 +139,7 @@ class TreeBuilder:
         if not path and any(name.endswith(EXTRA_STATE) for name in names):
             return False
         described = describe_plain(names, tensors, self._memory.addresses)
-        if described is None or any(tensor.requires_grad for tensor in tensors):
+        if described is None:
             return False
         self._memory.add(described[0], names, tensors)
         self.target.metas.update((shard.fqn, shard.meta) for shard in described[1])
