@@ -38,7 +38,7 @@ from benchmarks.page_cache import warm
 from benchmarks.peers.base import Contestant, Pending
 from benchmarks.peers.dcp import Dcp
 from benchmarks.tables import Grid, show
-from bytecheckpoint.planners import Layout
+from bytecheckpoint.planners.gather_plan import Layout
 from bytecheckpoint.testing.ranks import RankPool
 
 __all__ = ["main"]

@@ -24,7 +24,11 @@ from bytecheckpoint.engine.checksums import chunk_size_for
 from bytecheckpoint.format.checksums import CHECKSUM_BYTES
 from bytecheckpoint.format.manifest.envelope import decode, encode
 from bytecheckpoint.format.values.files import decode_path
-from bytecheckpoint.planners import OWN_BOXES, WHOLE, Assignment, ContentChecks, SavePlan, pack_boxes, plan_load
+from bytecheckpoint.planners.balance import Assignment
+from bytecheckpoint.planners.contents import ContentChecks
+from bytecheckpoint.planners.load_plan import plan_load
+from bytecheckpoint.planners.local_plan import OWN_BOXES, WHOLE, pack_boxes
+from bytecheckpoint.planners.save_plan import SavePlan
 from bytecheckpoint.runtime.gc_pause import paused
 from bytecheckpoint.saving.agreement import RankSummary, pack_parts, unpack_parts
 from bytecheckpoint.saving.local_state import LocalState, OrderedPlan

@@ -36,7 +36,7 @@ import numpy as np
 
 from benchmarks.scale_jobs import measure_job
 from benchmarks.scale_worlds import WORLDS
-from bytecheckpoint.planners import SavePlan, plan_columns
+from bytecheckpoint.planners.save_plan import SavePlan, plan_columns
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import decompose
 from bytecheckpoint.tensors.metadata import BasicMeta

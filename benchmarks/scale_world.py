@@ -13,7 +13,8 @@ import numpy as np
 
 from bytecheckpoint.format.values.encoding import encode_value
 from bytecheckpoint.format.values.files import encode_path, value_digest
-from bytecheckpoint.planners import WHOLE, ContentDigests, LocalPlan, ValueEntry, stack_digests
+from bytecheckpoint.planners.contents import ContentDigests, stack_digests
+from bytecheckpoint.planners.local_plan import WHOLE, LocalPlan, ValueEntry
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.mesh_layout import MeshLayout

@@ -39,7 +39,7 @@ from benchmarks.scale_world import (
     stage_params,
     values_of,
 )
-from bytecheckpoint.planners import OWN_BOXES, WHOLE, LocalPlan
+from bytecheckpoint.planners.local_plan import OWN_BOXES, WHOLE, LocalPlan
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box, decompose
 from bytecheckpoint.tensors.mesh_layout import MeshLayout

@@ -24,7 +24,7 @@ from ..format.manifest.document import Manifest
 from ..format.values.decoding import decode_value
 from ..format.values.types import Container, is_left_out
 from ..frameworks.sections import split_rank_name
-from ..planners import plan_load
+from ..planners.load_plan import plan_load
 from ..runtime.arguments import check_arguments
 from ..runtime.modes import default_modes
 from ..storage_backends import join

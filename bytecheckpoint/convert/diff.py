@@ -12,7 +12,7 @@ import torch
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.values import StoredValue
 from ..errors import UsageError
-from ..planners import split_box
+from ..planners.extents import split_box
 from ..runtime.modes import default_modes
 from ..tensors.geometry import Box
 from .rewriter import PIECE_BYTES, Progress, Rewriter

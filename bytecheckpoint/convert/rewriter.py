@@ -28,7 +28,8 @@ from ..format.checksums import checksum_of, empty_checksums
 from ..format.manifest.document import Manifest, timestamp
 from ..format.manifest.envelope import MANIFEST_KEY
 from ..format.safetensors import HeaderEntry, build_header
-from ..planners import plan_load, split_box
+from ..planners.extents import split_box
+from ..planners.load_plan import plan_load
 from ..runtime.threads import Threads
 from ..saving.record import file_table
 from ..storage_backends.base import StorageBackend

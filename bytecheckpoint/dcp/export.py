@@ -28,7 +28,7 @@ from ..convert.state_dicts import StoredTensorRef
 from ..convert.torch_file import exportable_state, left_out_of, whole_tensor
 from ..convert.torch_layout import TorchLayout
 from ..errors import KeyExistsError, UsageError
-from ..planners import split_box
+from ..planners.extents import split_box
 from .stored_items import StoredItems
 
 _METADATA_KEY = ".metadata"

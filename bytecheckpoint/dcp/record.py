@@ -17,7 +17,7 @@ from ..format.manifest.document import Manifest, SectionInfo, timestamp
 from ..format.values.encoding import encode_value
 from ..format.values.files import encode_path, encode_values_file
 from ..format.values.types import path_name
-from ..planners import plan_columns
+from ..planners.save_plan import plan_columns
 from ..saving.engine import SaveEngine
 from ..saving.options import SaveRequest
 from ..saving.record import file_table

@@ -15,7 +15,7 @@ from ..format.checksums import Checksums, checksum_of
 from ..format.hf_index import ADAPTER_SECTION
 from ..format.manifest.files import encoded_head
 from ..format.safetensors import HeaderEntry, build_header, shard_name
-from ..planners import consecutive_offsets
+from ..planners.save_plan import consecutive_offsets
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.shards import Shard

@@ -11,7 +11,7 @@ from ..checkpoint.index import Index
 from ..engine.reading.reader import ReadPart, ShardReader
 from ..engine.tensor_bytes import as_bytes, box_view
 from ..errors import RuleError
-from ..planners import split_box
+from ..planners.extents import split_box
 from ..rules import GlobalTensor, Region
 from ..runtime.threads import Threads
 from ..tensors.geometry import Box, moved_box

@@ -14,7 +14,7 @@ from ..errors import MismatchError
 from ..format.values.types import MAPPINGS, UnreadObject, path_name
 from ..format.values.types import Container as StoredContainer
 from ..frameworks.sections import Section
-from ..planners import BoxRequest
+from ..planners.request_classes import BoxRequest
 from ..tensors.derived import is_derived
 from ..tensors.dtypes import is_lossless_cast, is_meaningful_cast
 from ..tensors.geometry import Box

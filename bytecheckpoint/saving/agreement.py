@@ -22,15 +22,10 @@ from ..control.base import Operation
 from ..engine.files import FileLayout
 from ..engine.merging.merge import MergeWork
 from ..errors import DisagreementError, PlanError
-from ..planners import (
-    CONTRIBUTION_BYTES,
-    Assignment,
-    ContentChecks,
-    ContentComparison,
-    PackedBoxes,
-    SavePlan,
-    pack_boxes,
-)
+from ..planners.balance import Assignment
+from ..planners.contents import CONTRIBUTION_BYTES, ContentChecks, ContentComparison
+from ..planners.local_plan import PackedBoxes, pack_boxes
+from ..planners.save_plan import SavePlan
 from ..runtime.messages import describe_disagreement
 from .local_state import LocalState, OrderedPlan
 from .selection import raise_unmatched

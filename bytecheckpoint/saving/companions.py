@@ -22,7 +22,7 @@ from ..errors import UsageError
 from ..format.hf_index import ADAPTER_CONFIG_KEY, ADAPTER_SECTION, CONFIG_KEY, INDEX_KEY, index_document
 from ..format.manifest.files import COMPANION
 from ..frameworks.module_tree import modules_of
-from ..planners import SavePlan
+from ..planners.save_plan import SavePlan
 from .options import SaveRequest
 
 _log = logging.getLogger(__name__)

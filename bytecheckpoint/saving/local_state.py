@@ -21,17 +21,11 @@ from ..format.values.types import Container, path_name
 from ..frameworks.module_tree import modules_of
 from ..frameworks.pretrained import under_names_of_peft
 from ..frameworks.sections import Section, rank_name, resolve_sections
-from ..planners import (
-    OWN_BOXES,
-    WHOLE,
-    Assignment,
-    ContentDigests,
-    Layout,
-    LocalPlan,
-    ValueEntry,
-    mesh_boxes,
-    stack_digests,
-)
+from ..planners.balance import Assignment
+from ..planners.contents import ContentDigests, stack_digests
+from ..planners.gather_plan import Layout
+from ..planners.local_plan import OWN_BOXES, WHOLE, LocalPlan, ValueEntry
+from ..planners.plan_groups import mesh_boxes
 from ..tensors.geometry import Box
 from ..tensors.mesh_layout import MeshPlace
 from ..tensors.metadata import BasicMeta

@@ -16,7 +16,7 @@ from ..engine.checksums import chunk_size_for
 from ..errors import UnsupportedVersionError, UsageError, without_userinfo
 from ..format.manifest.files import MAX_ENCODED_CHUNK
 from ..format.manifest.payload import SAVE_TIMES_KEY, pack_metadata
-from ..planners import Layout
+from ..planners.gather_plan import Layout
 from ..runtime import DEFAULT_DEADLINE_S
 from ..runtime.arguments import check_arguments, choice, options_of
 from ..transfer.transfer import Stop

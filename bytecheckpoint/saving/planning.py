@@ -22,22 +22,13 @@ from ..checkpoint.attempts import attempt_name, new_attempt_id
 from ..control.base import Operation
 from ..engine.merging.merge import MergeWork
 from ..errors import PlanError
-from ..planners import (
-    DIGEST_BYTES,
-    Assignment,
-    ContentChecks,
-    ContentComparison,
-    GatherShare,
-    HeldContents,
-    Layout,
-    PlanGroup,
-    PlanTable,
-    SavePlan,
-    compare_contents,
-    plan_gather,
-    plan_groups,
-    unpack_boxes,
-)
+from ..planners.balance import Assignment
+from ..planners.contents import DIGEST_BYTES, ContentChecks, ContentComparison, HeldContents, compare_contents
+from ..planners.gather_plan import Layout, plan_gather
+from ..planners.gather_share import GatherShare
+from ..planners.local_plan import PlanTable, unpack_boxes
+from ..planners.plan_groups import PlanGroup
+from ..planners.save_plan import SavePlan, plan_groups
 from ..version import HEADER_METADATA
 from .agreement import NewPlan, PlanCache, PlannedShare, RankSummary, SaveShare, pack_parts, unpack_parts
 from .local_state import LocalState, OrderedPlan

@@ -17,7 +17,7 @@ from ..format.checksums import CHECKSUM_BYTES, Checksums, checksum_column, empty
 from ..format.manifest.document import Manifest, SectionInfo, timestamp
 from ..format.manifest.files import FileTable, FrameTable, ReferenceTable
 from ..format.safetensors import DATA_ALIGNMENT
-from ..planners import SavePlan
+from ..planners.save_plan import SavePlan
 from ..tensors.tables import Int64, ragged_positions
 
 

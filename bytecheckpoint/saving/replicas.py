@@ -21,7 +21,7 @@ import xxhash
 from ..errors import ReplicaMismatchError
 from ..frameworks.digests import tensor_digest
 from ..frameworks.dtensor import replica_ranks
-from ..planners import contribution
+from ..planners.contents import contribution
 from ..runtime.messages import format_ranks
 from ..tensors.shards import MeshShard, SectionSource, Shard
 

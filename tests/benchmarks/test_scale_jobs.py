@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.scale_jobs import measure_job
 from benchmarks.scale_worlds import make_world
-from bytecheckpoint.planners import OWN_BOXES
+from bytecheckpoint.planners.local_plan import OWN_BOXES
 
 
 @pytest.mark.full

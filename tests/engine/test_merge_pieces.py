@@ -26,7 +26,8 @@ from bytecheckpoint.engine.merging.fragments import LiveFragments, StagedFragmen
 from bytecheckpoint.engine.merging.merge import MIN_MERGE_BLOCKS, MergeResources, MergeWork, merge
 from bytecheckpoint.engine.staging.arena import BLOCK, Arena
 from bytecheckpoint.engine.staging.staging import Staging
-from bytecheckpoint.planners import LocalPlan, plan_gather
+from bytecheckpoint.planners.gather_plan import plan_gather
+from bytecheckpoint.planners.local_plan import LocalPlan
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.telemetry import Timings
 from bytecheckpoint.tensors.dtypes import DTYPES

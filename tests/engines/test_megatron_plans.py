@@ -13,7 +13,7 @@ from benchmarks.scale_megatron import MegatronCoreWorld
 from benchmarks.scale_world import Param
 from bytecheckpoint.format.values.files import decode_path
 from bytecheckpoint.frameworks.sections import resolve_sections
-from bytecheckpoint.planners import OWN_BOXES, WHOLE, LocalPlan
+from bytecheckpoint.planners.local_plan import OWN_BOXES, WHOLE, LocalPlan
 from bytecheckpoint.saving.local_state import LocalState
 from bytecheckpoint.saving.options import SaveRequest
 from bytecheckpoint.testing.ranks import RankPool

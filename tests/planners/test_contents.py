@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from bytecheckpoint.planners import ContentChecks, HeldContents, compare_contents, stack_digests
+from bytecheckpoint.planners.contents import ContentChecks, HeldContents, compare_contents, stack_digests
 
 World = list[dict[str, int]]
 """By rank, what each item contains."""

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from rank_plans import assignment_of, plan_save
 from sampling import examples
 
-from bytecheckpoint.planners import GatherPlan, GatherShare, LocalPlan, SavePlan, plan_columns, plan_gather
+from bytecheckpoint.planners.gather_plan import GatherPlan, plan_gather
+from bytecheckpoint.planners.gather_share import GatherShare
+from bytecheckpoint.planners.local_plan import LocalPlan
+from bytecheckpoint.planners.save_plan import SavePlan, plan_columns
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box, decompose, row_major_strides
 from bytecheckpoint.tensors.metadata import BasicMeta

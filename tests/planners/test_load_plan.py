@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.planners import load_plan, plan_load
+from bytecheckpoint.planners import load_plan
 from bytecheckpoint.planners.coverage import first_uncovered
+from bytecheckpoint.planners.load_plan import plan_load
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta

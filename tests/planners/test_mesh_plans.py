@@ -12,7 +12,8 @@ from rank_plans import plan_save
 from sampling import examples
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.planners import OWN_BOXES, WHOLE, LocalPlan, PlanTable, mesh_boxes
+from bytecheckpoint.planners.local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable
+from bytecheckpoint.planners.plan_groups import mesh_boxes
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.mesh_layout import MeshLayout

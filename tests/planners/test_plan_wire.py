@@ -4,17 +4,17 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.planners import (
+from bytecheckpoint.planners import wire
+from bytecheckpoint.planners.local_plan import (
     OWN_BOXES,
     WHOLE,
     LocalPlan,
     PlanTable,
     ValueEntry,
+    ValueNames,
     pack_boxes,
     unpack_boxes,
-    wire,
 )
-from bytecheckpoint.planners.local_plan import ValueNames
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.mesh_layout import MeshLayout

@@ -12,13 +12,8 @@ from rank_plans import assignment_of, plan_save
 from sampling import examples
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.planners import (
-    LocalPlan,
-    SavePlan,
-    ValueEntry,
-    consecutive_offsets,
-    plan_columns,
-)
+from bytecheckpoint.planners.local_plan import LocalPlan, ValueEntry
+from bytecheckpoint.planners.save_plan import SavePlan, consecutive_offsets, plan_columns
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta

@@ -5,16 +5,17 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.planners import (
+from bytecheckpoint.planners.request_classes import (
     BoxRequest,
     ClassSummary,
     RequestClass,
     classify_requests,
     find_rings,
     find_scatters,
+    find_stripe,
     group_ranks,
+    is_scattered,
 )
-from bytecheckpoint.planners.request_classes import find_stripe, is_scattered
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta

@@ -9,15 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from bytecheckpoint.planners import (
-    BoxRequest,
-    ClassSummary,
-    SharedPart,
-    classify_requests,
-    find_rings,
-    group_ranks,
-    plan_ring,
-)
+from bytecheckpoint.planners.request_classes import BoxRequest, ClassSummary, classify_requests, find_rings, group_ranks
+from bytecheckpoint.planners.ring_plan import SharedPart, plan_ring
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta

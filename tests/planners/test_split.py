@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.planners import byte_span, split_box
+from bytecheckpoint.planners.extents import byte_span, split_box
 from bytecheckpoint.tensors.geometry import Box
 
 Boxes = Callable[[tuple[int, ...]], st.SearchStrategy[Box]]

@@ -27,7 +27,6 @@ MODULES = (
     "bytecheckpoint.frameworks.base",
     "bytecheckpoint.inference.push",
     "bytecheckpoint.manager",
-    "bytecheckpoint.planners",
     "bytecheckpoint.rules",
     "bytecheckpoint.storage_backends",
     "bytecheckpoint.testing",

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bytecheckpoint.planners import (
-    Assignment,
-    GatherPlan,
-    LocalPlan,
-    PlanGroup,
-    SavePlan,
-    ValueKey,
-    pack_boxes,
-    plan_groups,
-    unpack_boxes,
-)
+from bytecheckpoint.planners.balance import Assignment
+from bytecheckpoint.planners.gather_plan import GatherPlan
+from bytecheckpoint.planners.local_plan import LocalPlan, ValueKey, pack_boxes, unpack_boxes
+from bytecheckpoint.planners.plan_groups import PlanGroup
+from bytecheckpoint.planners.save_plan import SavePlan, plan_groups
 
 
 def plan_save(plans: Sequence[LocalPlan]) -> SavePlan:

@@ -22,7 +22,8 @@ from ...control.base import Operation, Streams
 from ...control.single import NoStreams
 from ...errors import ControlError
 from ...format.safetensors import HeaderEntry, build_header
-from ...planners import FragmentSlices, GatherShare, LocalPlan
+from ...planners.gather_share import FragmentSlices, GatherShare
+from ...planners.local_plan import LocalPlan
 from ...storage_backends.base import StorageBackend
 from ...telemetry.trace import Timings
 from ...tensors.geometry import decompose, row_major_strides

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 
 from ...errors import DisagreementError, PlanError
-from ...planners import split_box
+from ...planners.extents import split_box
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ..layouts.hub_names import scale_name

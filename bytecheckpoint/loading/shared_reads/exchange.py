@@ -22,7 +22,8 @@ from ...control.base import Operation
 from ...engine.reading.reader import ReadPart, ShardReader
 from ...engine.tensor_bytes import as_bytes, box_view, byte_view, copy_elements
 from ...errors import CorruptionError
-from ...planners import PartBox, Ring, SharedPart, Stripe
+from ...planners.request_classes import Stripe
+from ...planners.ring_plan import PartBox, Ring, SharedPart
 from ...tensors.geometry import Box
 
 

@@ -15,7 +15,15 @@ from typing import Any, Literal, TypeAlias
 from ...control.peers import PeerIdentity
 from ...errors import StorageError
 from ...format.manifest.document import Manifest
-from ...planners import BoxRequest, ClassSummary, RankGroups, RequestClass, classify_requests, group_ranks, is_scattered
+from ...planners.request_classes import (
+    BoxRequest,
+    ClassSummary,
+    RankGroups,
+    RequestClass,
+    classify_requests,
+    group_ranks,
+    is_scattered,
+)
 from ...storage_backends.base import StorageBackend
 from ...version import VERSION
 

@@ -16,7 +16,7 @@ import torch
 
 from ...control.base import Operation
 from ...errors import ControlError
-from ...planners import Batch, Packet, Ring
+from ...planners.ring_plan import Batch, Packet, Ring
 from .exchange import Exchange, Packer, SharedBoxes, checksum_of
 
 

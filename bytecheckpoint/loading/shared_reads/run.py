@@ -19,7 +19,9 @@ from ...control.base import Operation
 from ...engine.reading.reader import ReadPart, ShardReader
 from ...engine.tensor_bytes import box_view
 from ...errors import PlanError
-from ...planners import BoxRequest, RequestClass, find_rings, find_scatters, plan_load, plan_ring
+from ...planners.load_plan import plan_load
+from ...planners.request_classes import BoxRequest, RequestClass, find_rings, find_scatters
+from ...planners.ring_plan import plan_ring
 from ...runtime.arguments import check_choice
 from ...runtime.threads import Threads
 from ...tensors.geometry import Box

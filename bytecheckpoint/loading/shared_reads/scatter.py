@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from ...engine.tensor_bytes import box_view, copy_elements
-from ...planners import Batch
+from ...planners.ring_plan import Batch
 from ...tensors.geometry import Box
 from .exchange import Exchange, Packer
 
