@@ -31,7 +31,7 @@ from bytecheckpoint.planners.local_plan import OWN_BOXES, WHOLE, pack_boxes
 from bytecheckpoint.planners.save_plan import SavePlan
 from bytecheckpoint.runtime.gc_pause import paused
 from bytecheckpoint.saving.agreement import RankSummary, pack_parts, unpack_parts
-from bytecheckpoint.saving.local_state import LocalState, OrderedPlan
+from bytecheckpoint.saving.local_state import LocalState
 from bytecheckpoint.saving.options import SaveRequest
 from bytecheckpoint.saving.planning import PlanNegotiation
 from bytecheckpoint.saving.record import Confirmations, build_manifest
@@ -78,11 +78,11 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
     with clock.on("describe"):
         local = _local(sources, other, ranks)
     with clock.on("summary"):
-        ordered = local.order_plan()
-        summary = pack_parts(RankSummary.of(local, ordered, _ARGUMENTS))
+        local_plan = local.build_plan()
+        summary = pack_parts(RankSummary.of(local, local_plan, _ARGUMENTS))
     sent = _summaries(world)
-    root_ordered = root.order_plan()
-    assert sent[0] == pack_parts(RankSummary.of(root, root_ordered, _ARGUMENTS))
+    root_plan = root.build_plan()
+    assert sent[0] == pack_parts(RankSummary.of(root, root_plan, _ARGUMENTS))
     assert sent[other] == summary
     # The garbage collector must not scan the simulated world during measurements.
     gc.collect()
@@ -90,14 +90,14 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
     with clock.on("root"):
         summaries = [RankSummary(*parts) for parts in unpack_parts(sent)]
         assert all(one.arguments == summaries[0].arguments for one in summaries)
-        negotiation = PlanNegotiation(root, root_ordered, summaries, new_attempt_id)
+        negotiation = PlanNegotiation(root, root_plan, summaries, new_attempt_id)
         requests = negotiation.messages()
     replies = [b""] * ranks
     if negotiation.plan is None:
         replies = [_reply(world, rank, *msgpack.unpackb(message)[1:]) for rank, message in enumerate(requests)]
         gc.freeze()
         with clock.on("root"):
-            negotiation.receive(unpack_parts(replies), root_ordered)
+            negotiation.receive(unpack_parts(replies), root_plan.table)
             shares = negotiation.messages()
     else:
         requests, shares = replies, requests
@@ -106,14 +106,14 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
     assert comparison is not None
     with clock.on("share"):
         _, _, plan_id, _, share, _, packed_checks = msgpack.unpackb(shares[other])
-        files = local.lay_out(Assignment.from_bytes(share), ordered.order)
+        files = local.lay_out(Assignment.from_bytes(share), local_plan.order)
         checks = ContentChecks.from_bytes(packed_checks, other, ranks)
     everywhere = msgpack.packb([plan_id, sorted(_ARGUMENTS.items())])
     sources = _sources(world, other)
     with clock.on("second"):
         again = _local(sources, other, ranks)
         checks.summarize(again.contents, everywhere)
-        again.images(files, Assignment.from_bytes(share), again.shards(ordered.order), "attempt-1")
+        again.images(files, Assignment.from_bytes(share), again.shards(local_plan.order), "attempt-1")
     assert again.fingerprint == local.fingerprint
     contents = _by_kind(world, world.contents)
     words = []
@@ -156,25 +156,24 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
 def _sources(world: World, rank: int) -> dict[str, SectionSource]:
     """Return what adapters would find on this rank, on the meta device."""
     plan = world.plan(rank)
-    found = {name: SectionSource() for name, _ in plan.sections}
+    found = {name: SectionSource() for name, _ in plan.table.sections}
     names = []
-    scopes = plan.table()
-    assert plan.held is not None
-    for row, full in enumerate(scopes.tensors.names):
+    table = plan.table
+    for row, full in enumerate(table.tensors.names):
         section, _, fqn = full.partition(".")
         names.append((section, fqn))
         source = found[section]
-        source.metas[fqn] = plan.tensors.meta_of(row)
-        if scopes.own[row]:
+        source.metas[fqn] = table.tensors.meta_of(row)
+        if table.own[row]:
             source.per_rank.add(fqn)
-        if scopes.compared[row]:
+        if table.compared[row]:
             source.digests[fqn] = STEP
     for index, box in enumerate(plan.shards):
         row = int(plan.shards.tensor[index])
         section, fqn = names[row]
         meta = found[section].metas[fqn]
         tensor = torch.empty(box.lengths, dtype=torch_dtype(meta), device="meta")
-        held = int(plan.held[row])
+        held = int(table.held[row])
         if held == OWN_BOXES:
             found[section].shards.append(IrregularShard.unchecked(fqn, meta, box, tensor))
             continue
@@ -182,14 +181,14 @@ def _sources(world: World, rank: int) -> dict[str, SectionSource]:
             found[section].shards.append(Shard.unchecked(fqn, meta, box, tensor))
             continue
         shard = MeshShard.unchecked(fqn, meta, box, tensor)
-        shard.find_place = partial(MeshPlace, plan.layouts[held - 1], plan.coordinates[held - 1], held)
+        shard.find_place = partial(MeshPlace, table.layouts[held - 1], plan.coordinates[held - 1], held)
         found[section].shards.append(shard)
-    for value in plan.values:
-        path = decode_path(value.path)
-        plain: Any = bytes(2500) if value.per_rank else PLAIN[str(path[0])]
-        found[value.section].values[path] = plain
-        if value.per_rank:
-            found[value.section].per_rank.add(path)
+    for (section, encoded), per_rank in zip(table.values.keys(), table.values.per_rank.tolist(), strict=True):
+        path = decode_path(encoded)
+        plain: Any = bytes(2500) if per_rank else PLAIN[str(path[0])]
+        found[section].values[path] = plain
+        if per_rank:
+            found[section].per_rank.add(path)
     return found
 
 
@@ -218,7 +217,7 @@ def _summaries(world: World) -> list[bytes]:
     words = []
     for rank, shared in enumerate(digests):
         plan = world.plan(rank)
-        boxes = pack_boxes(plan.own_boxes(), plan.tensors)
+        boxes = pack_boxes(plan.own_boxes(), plan.table.tensors)
         words.append(pack_parts([*shared[:3], plan.flat_coordinates().astype("<i4").tobytes(), boxes, *shared[3:]]))
     return words
 
@@ -228,12 +227,12 @@ def _shared_part(world: World, rank: int) -> tuple[bytes, ...]:
     local: Any = SimpleNamespace(
         contents=world.contents(rank), unmatched=(), declared=DeclaredReplicas(rank, world.ranks)
     )
-    summary = RankSummary.of(local, OrderedPlan(world.plan(rank), None), _ARGUMENTS)
+    summary = RankSummary.of(local, world.plan(rank), _ARGUMENTS)
     return tuple(part for name, part in summary._asdict().items() if name not in ("places", "boxes"))
 
 
 def _reply(world: World, rank: int, needs_table: bool, needs_contents: bool) -> bytes:
-    table = world.plan(rank).table().to_bytes() if needs_table else b""
+    table = world.plan(rank).packed_table if needs_table else b""
     return pack_parts([table, world.contents(rank).tobytes() if needs_contents else b""])
 
 
@@ -267,7 +266,7 @@ def _manifest(plan: SavePlan, world: World, name: str) -> dict[str, Any]:
     half = make_world(name, world.ranks // 2)
     requested = half.plan(half.ranks // 2 + 3)
     with clock.on("load plan"):
-        rows = [found.tensor_row(name) for name in requested.tensors.names[:-1]]
+        rows = [found.tensor_row(name) for name in requested.table.tensors.names[:-1]]
         kept = np.flatnonzero(requested.shards.tensor < len(rows))
         shards = requested.shards.take(kept)
         tensor = np.array(rows, np.int64)[shards.tensor]

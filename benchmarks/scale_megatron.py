@@ -141,7 +141,7 @@ class MegatronCoreWorld(World):
             common.append((row + len(STATES), Box((), ())))
             row += len(STATES) + 1
         shards = rows_of(common, own, len(table.tensors))
-        return self._assemble(rank, table, shards, [(tensor_rank,)] * len(table.layouts))
+        return self._assemble(table, shards, [(tensor_rank,)] * len(table.layouts))
 
     def _params(self, stage: int, data_rank: int) -> list[Param]:
         """The parameters of which the rank holds something."""

@@ -12,9 +12,9 @@ from functools import cache, cached_property
 import numpy as np
 
 from bytecheckpoint.format.values.encoding import encode_value
-from bytecheckpoint.format.values.files import encode_path, value_digest
+from bytecheckpoint.format.values.files import decode_path, encode_path, value_digest
 from bytecheckpoint.planners.contents import ContentDigests, stack_digests
-from bytecheckpoint.planners.local_plan import WHOLE, LocalPlan, ValueEntry
+from bytecheckpoint.planners.local_plan import WHOLE, LocalPlan, PlanTable, ValueKey, ValueNames
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.mesh_layout import MeshLayout
@@ -130,19 +130,19 @@ class World:
 
     def contents(self, rank: int) -> ContentDigests:
         """Return the content of ``rank`` that ranks compare."""
-        plan = self.plan(rank)
-        digests = [value.digest for value in plan.values if not value.per_rank]
-        return stack_digests([*digests, *([STEP] * int(plan.table().compared.sum()))])
+        items = self.plan(rank).table.compared_items()
+        return stack_digests(
+            [STEP if isinstance(item, str) else _plain_digest(str(decode_path(item[1])[0])) for item in items]
+        )
 
     def _assemble(
         self,
-        rank: int,
         table: Table,
         shards: BoxTable,
         coordinates: list[tuple[int, ...]],
     ) -> LocalPlan:
         """Build a rank's plan: its table, with its random number state as the last tensor."""
-        names = [*table.tensors.names, f"rng.cpu@{rank}"]
+        names = [*table.tensors.names, "rng.cpu"]
         old = table.tensors
         tensors = TensorTable(
             names,
@@ -152,21 +152,27 @@ class World:
             np.append(old.ndim, 1),
             np.append(old.shape, RNG.shape[0]),
         )
-        scope = np.full(len(names), -1, np.int64)
-        scope[-1] = rank
-        values = [*table.values, ValueEntry("rng", encode_path(("python",)), b"", 2500, True)]
+        none = np.zeros(len(names), np.bool_)
+        values = [*table.values, ("rng", encode_path(("python",)))]
         return LocalPlan(
-            tensors,
+            PlanTable(
+                tensors,
+                np.append(none[1:], True),
+                none,
+                np.append(table.compared, False),
+                none,
+                np.append(table.held, WHOLE),
+                table.layouts,
+                ValueNames(
+                    [section for section, _ in values],
+                    [path for _, path in values],
+                    np.append(np.zeros(len(table.values), np.bool_), True),
+                ),
+                [],
+                [("model", "module"), ("optimizer", "optimizer"), ("rng", "stateful")],
+            ),
             shards,
-            values,
-            scope,
-            [],
-            [("model", "module"), ("optimizer", "optimizer"), ("rng", "stateful")],
-            np.zeros(len(names), np.bool_),
-            np.append(table.held, WHOLE),
-            table.layouts,
             coordinates,
-            np.append(table.compared, False),
         )
 
 
@@ -177,7 +183,7 @@ class Table:
     tensors: TensorTable
     held: np.ndarray
     layouts: list[MeshLayout]
-    values: list[ValueEntry]
+    values: list[ValueKey]
     compared: np.ndarray
 
     @cached_property
@@ -185,14 +191,18 @@ class Table:
         return [self.tensors.meta_of(row) for row in range(len(self.tensors))]
 
 
-def plain_value(*path: str | int) -> ValueEntry:
-    """Return the optimizer's value at a path."""
-    data = encode_value(PLAIN[str(path[0])], str(path[0]))
-    return ValueEntry("optimizer", encode_path(path), value_digest(data), len(data))
+def plain_value(*path: str | int) -> ValueKey:
+    """Return the key of the optimizer's value at a path."""
+    return "optimizer", encode_path(path)
 
 
-def values_of(params: list[Param]) -> list[ValueEntry]:
-    """Return hyper-parameters of every parameter, and some numbers of the whole job."""
+@cache
+def _plain_digest(name: str) -> bytes:
+    return value_digest(encode_value(PLAIN[name], name))
+
+
+def values_of(params: list[Param]) -> list[ValueKey]:
+    """Return the keys of hyper-parameters of every parameter, and of some numbers of the whole job."""
     return [plain_value("param_groups", p.name) for p in params] + [plain_value("job", n) for n in range(16)]
 
 

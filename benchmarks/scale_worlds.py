@@ -75,7 +75,7 @@ class MegatronWorld(World):
             self._made[stage, tensor_rank] = self._cell(stage, tensor_rank)
         table, common, ranges = self._made[stage, tensor_rank]
         shards = rows_of(common, ranges[data_rank], len(table.tensors))
-        return self._assemble(rank, table, shards, [(tensor_rank,)] * len(table.layouts))
+        return self._assemble(table, shards, [(tensor_rank,)] * len(table.layouts))
 
     def kind(self, rank: int) -> Hashable:
         stage, _, tensor_rank = self.place(rank)
@@ -166,9 +166,7 @@ class ShardedWorld(World):
                 low, high = at * size, min(meta.shape[0], (at + 1) * size)
                 rest = meta.shape[1:]
                 common.append((row, Box((low, *(0 for _ in rest)), (high - low, *rest))))
-        return self._assemble(
-            rank, table, rows_of(common, [], len(table.tensors)), [(replica, at)] * len(table.layouts)
-        )
+        return self._assemble(table, rows_of(common, [], len(table.tensors)), [(replica, at)] * len(table.layouts))
 
     def _table(self, mesh: tuple[int, int], empty: Any) -> Table:
         fp32 = DTYPES["float32"]

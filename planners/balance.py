@@ -193,7 +193,7 @@ class Assignment:
     Attributes:
         files: For each tensor file, the section and the rows of the rank's ``LocalPlan.shards`` in file order.
             ``consecutive_offsets`` of their sizes gives their offsets.
-        values: Rows of the rank's ``LocalPlan.values``.
+        values: Rows of the values of the rank's ``PlanTable``.
         shared: Whether the rank writes a value for all ranks, by row of ``values``.
     """
 

@@ -86,7 +86,7 @@ class GatherShare:
         Returns:
             The slices in order; ``fragment`` is a row of ``sent``.
         """
-        return split_fragments(plan.tensors, plan.shards.take(self.sent), self.place, self.to, self.piece_size)
+        return split_fragments(plan.table.tensors, plan.shards.take(self.sent), self.place, self.to, self.piece_size)
 
     def incoming(self) -> FragmentSlices:
         """Return what to gather.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from itertools import compress
 
 import numpy as np
@@ -43,25 +44,6 @@ class ValueNames:
     def keys(self) -> list[ValueKey]:
         """Section and path of each value."""
         return list(zip(self.sections, self.paths, strict=True))
-
-
-@dataclass(frozen=True)
-class ValueEntry:
-    """One plain value that a rank holds.
-
-    Attributes:
-        section: The section of the value.
-        path: An opaque encoded key.
-        digest: Identifies the content.
-        size: The size of the encoded value in bytes.
-        per_rank: If true, the value is never a replica.
-    """
-
-    section: str
-    path: bytes
-    digest: bytes
-    size: int
-    per_rank: bool = False
 
 
 @dataclass(eq=False)
@@ -117,7 +99,8 @@ class PlanTable:
         Returns:
             The numbers, by tensor.
         """
-        return _common_boxes(self.held, self.layouts)
+        counts: Int64 = np.array([0, 1, *(layout.boxes for layout in self.layouts)], np.int64)
+        return counts[self.held - OWN_BOXES]
 
     def compared_items(self) -> list[str | ValueKey]:
         """Return what a rank's content digests refer to.
@@ -163,34 +146,21 @@ class LocalPlan:
     or the boxes of its layout.
 
     Attributes:
-        tensors: The tensors that this rank has or describes.
+        table: What other ranks may have in common with it.
         shards: The boxes in this rank's memory.
-        values: The plain values.
-        scope: By tensor, -1 if ranks share it, else the rank that alone has it (its name ends in ``@<rank>``). None if
-            all are shared.
-        aliases: Pairs of full names (alias, target).
-        sections: Pairs (name, kind of adapter).
-        pinned: Whether replicas of a tensor may differ, so that the lowest rank writes them all consistently. None if
-            none may.
-        held: As in ``PlanTable``; None if all are ``OWN_BOXES``.
-        layouts: As in ``PlanTable``.
         coordinates: This rank's coordinates in the mesh of each layout.
-        compared: As in ``PlanTable``; None if no tensor is compared.
-        must_match: As in ``PlanTable``; None if no tensor must match.
+        order: By shard, its position among the shards as the adapters list them. None if both orders are the same.
     """
 
-    tensors: TensorTable
+    table: PlanTable
     shards: BoxTable
-    values: list[ValueEntry] = field(default_factory=list)
-    scope: Int64 | None = None
-    aliases: list[tuple[str, str]] = field(default_factory=list)
-    sections: list[tuple[str, str]] = field(default_factory=list)
-    pinned: Bool | None = None
-    held: Int64 | None = None
-    layouts: list[MeshLayout] = field(default_factory=list)
     coordinates: list[tuple[int, ...]] = field(default_factory=list)
-    compared: Bool | None = None
-    must_match: Bool | None = None
+    order: list[int] | None = None
+
+    @cached_property
+    def packed_table(self) -> bytes:
+        """The table, packed."""
+        return self.table.to_bytes()
 
     def flat_coordinates(self) -> Int64:
         """Return ``coordinates`` as one array.
@@ -200,43 +170,13 @@ class LocalPlan:
         """
         return np.array([number for coordinate in self.coordinates for number in coordinate], np.int64)
 
-    def table(self) -> PlanTable:
-        """Return the part of this plan that other ranks may have in common.
-
-        Returns:
-            The table.
-        """
-        tensors = self.tensors
-        own = np.zeros(len(tensors), np.bool_) if self.scope is None else self.scope >= 0
-        if self.scope is not None and own.any():
-            names = list(tensors.names)
-            for row in np.flatnonzero(own).tolist():
-                names[row] = names[row].removesuffix(f"@{int(self.scope[row])}")
-            tensors = TensorTable(names, tensors.sections, tensors.section, tensors.dtype, tensors.ndim, tensors.shape)
-        return PlanTable(
-            tensors,
-            own,
-            np.zeros(len(tensors), np.bool_) if self.pinned is None else self.pinned,
-            np.zeros(len(tensors), np.bool_) if self.compared is None else self.compared,
-            np.zeros(len(tensors), np.bool_) if self.must_match is None else self.must_match,
-            np.full(len(tensors), OWN_BOXES, np.int64) if self.held is None else self.held,
-            self.layouts,
-            ValueNames(
-                [value.section for value in self.values],
-                [value.path for value in self.values],
-                np.array([value.per_rank for value in self.values], np.bool_),
-            ),
-            self.aliases,
-            self.sections,
-        )
-
     def own_boxes(self) -> BoxTable:
         """Return the shards that other ranks cannot compute.
 
         Returns:
             The boxes, in the order of ``shards``.
         """
-        common = 0 if self.held is None else int(_common_boxes(self.held, self.layouts).sum())
+        common = int(self.table.common_boxes().sum())
         if common == 0:
             return self.shards
         first = int(self.shards.starts[common])
@@ -286,8 +226,3 @@ def unpack_boxes(messages: Sequence[PackedBoxes], tensors: TensorTable) -> tuple
 def _word(tensors: TensorTable) -> str:
     """The type of numbers that hold every row, offset and length of boxes of these tensors."""
     return "<u4" if max(len(tensors), int(tensors.shape.max(initial=0))) < 1 << 32 else "<i8"
-
-
-def _common_boxes(held: Int64, layouts: Sequence[MeshLayout]) -> Int64:
-    counts: Int64 = np.array([0, 1, *(layout.boxes for layout in layouts)], np.int64)
-    return counts[held - OWN_BOXES]

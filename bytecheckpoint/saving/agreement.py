@@ -24,10 +24,10 @@ from ..engine.merging.merge import MergeWork
 from ..errors import DisagreementError, PlanError
 from ..planners.balance import Assignment
 from ..planners.contents import CONTRIBUTION_BYTES, ContentChecks, ContentComparison
-from ..planners.local_plan import PackedBoxes, pack_boxes
+from ..planners.local_plan import LocalPlan, PackedBoxes, pack_boxes
 from ..planners.save_plan import SavePlan
 from ..runtime.messages import describe_disagreement
-from .local_state import LocalState, OrderedPlan
+from .local_state import LocalState
 from .selection import raise_unmatched
 
 # States that one process saves in turn: the models of an RL job, with and without their optimizers.
@@ -123,7 +123,7 @@ class SaveShare:
 class NewPlan:
     """No earlier plan holds. ``summaries`` are by rank, on rank 0; None on the others."""
 
-    ordered: OrderedPlan
+    local_plan: LocalPlan
     summaries: Sequence[RankSummary] | None
 
 
@@ -145,14 +145,14 @@ class RankSummary(NamedTuple):
     replicas: bytes
 
     @classmethod
-    def of(cls, local: LocalState, ordered: OrderedPlan, arguments: Mapping[str, str]) -> RankSummary:
+    def of(cls, local: LocalState, plan: LocalPlan, arguments: Mapping[str, str]) -> RankSummary:
         """Summarise what this rank holds."""
         return cls(
             msgpack.packb(dict(sorted(arguments.items()))),
-            xxhash.xxh3_128_digest(ordered.table),
+            xxhash.xxh3_128_digest(plan.packed_table),
             xxhash.xxh3_128_digest(local.contents.tobytes()),
-            ordered.plan.flat_coordinates().astype("<i4").tobytes(),
-            pack_boxes(ordered.plan.own_boxes(), ordered.plan.tensors),
+            plan.flat_coordinates().astype("<i4").tobytes(),
+            pack_boxes(plan.own_boxes(), plan.table.tensors),
             msgpack.packb(local.unmatched),
             local.declared.checksum().to_bytes(CONTRIBUTION_BYTES, "little"),
         )
@@ -186,16 +186,16 @@ def agree(
         assert known is not None
         local.separate(known.separated)
         return SaveShare(attempt_name(verdict[1:]), known)
-    ordered = local.order_plan()
-    received = op.gather("summary", pack_parts(RankSummary.of(local, ordered, arguments)))
+    plan = local.build_plan()
+    received = op.gather("summary", pack_parts(RankSummary.of(local, plan, arguments)))
     if received is None:
-        return NewPlan(ordered, None)
+        return NewPlan(plan, None)
     summaries = [RankSummary(*parts) for parts in unpack_parts(received)]
     if any(summary.arguments != summaries[0].arguments for summary in summaries):
         by_rank = [msgpack.unpackb(summary.arguments) for summary in summaries]
         raise DisagreementError(describe_disagreement("save", by_rank))
     raise_unmatched([msgpack.unpackb(summary.unmatched) for summary in summaries], local.names)
-    return NewPlan(ordered, summaries)
+    return NewPlan(plan, summaries)
 
 
 def _first_message(local: LocalState, arguments: Mapping[str, str], known: PlannedShare | None) -> bytes:

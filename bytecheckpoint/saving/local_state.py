@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..frameworks.sections import Section, rank_name, resolve_sections
 from ..planners.balance import Assignment
 from ..planners.contents import ContentDigests, stack_digests
 from ..planners.gather_plan import Layout
-from ..planners.local_plan import OWN_BOXES, WHOLE, LocalPlan, ValueEntry
+from ..planners.local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, ValueNames
 from ..planners.plan_groups import mesh_boxes
 from ..tensors.geometry import Box
 from ..tensors.mesh_layout import MeshPlace
@@ -69,22 +68,6 @@ def describe_state(op: Operation, state: Mapping[str, Any], options: SaveRequest
     )
 
 
-@dataclass(frozen=True, eq=False)
-class OrderedPlan:
-    """A rank's local plan.
-
-    ``order`` maps the rows of the plan's shards to positions among all sections' shards; None if both are the same.
-    """
-
-    plan: LocalPlan
-    order: list[int] | None
-
-    @cached_property
-    def table(self) -> bytes:
-        """The part of the plan that other ranks may share, packed."""
-        return self.plan.table().to_bytes()
-
-
 class LocalState:
     """This rank's shards and encoded values.
 
@@ -123,7 +106,8 @@ class LocalState:
             add_digests(sources.values())
             self.declared.add(sources, seed=seed, everything=options.replicas == "check", on_device=not options.gate)
         self.values: list[tuple[str, bytes, bytes]] = []
-        self._entries: list[ValueEntry] = []
+        self._per_rank_values: list[bool] = []
+        self._digests: list[bytes] = []  # of the other values
         for name, source in sources.items():
             # The options of an optimizer's group appear once for each of its parameters: encode each object once.
             last: object = self
@@ -139,7 +123,9 @@ class LocalState:
                     last, digest = value, value_digest(data)
                 encoded = encode_path(path)
                 self.values.append((name, encoded, data))
-                self._entries.append(ValueEntry(name, encoded, digest, len(data), path in source.per_rank))
+                self._per_rank_values.append(path in source.per_rank)
+                if path not in source.per_rank:
+                    self._digests.append(digest)
         self.fingerprint = self._compute_fingerprint(world_size)
 
     def _compute_fingerprint(self, world_size: int) -> bytes:
@@ -158,7 +144,8 @@ class LocalState:
                 list(source.digests),
                 sorted(source.unproven) if self._must_match else [],
             ]
-        parts += [[entry.section, entry.path, entry.per_rank] for entry in self._entries]
+        parts += [[section, path] for section, path, _ in self.values]
+        parts.append(self._per_rank_values)
         return xxhash.xxh3_128_digest(msgpack.packb(parts))
 
     @property
@@ -173,23 +160,28 @@ class LocalState:
 
         Nothing but their names suggests that these items are replicas.
         """
-        digests = [entry.digest for entry in self._entries if not entry.per_rank]
+        digests = list(self._digests)
         for source in self._sources.values():
             if source.digests:
                 digests += [source.digests[fqn] for fqn in source.metas if fqn in source.digests]
         return stack_digests(digests)
 
     def separate(self, names: Sequence[str]) -> None:
-        """Mark the tensors with these full names as this rank's own. Call ``order_plan`` again afterwards."""
+        """Mark the tensors with these full names as this rank's own. Call ``build_plan`` again afterwards."""
         for full in names:
             section, _, fqn = full.partition(".")
             if fqn in self._sources[section].metas:
                 self._sources[section].make_per_rank(fqn)
 
-    def order_plan(self) -> OrderedPlan:
+    def build_plan(self) -> LocalPlan:
         """Build this rank's local plan."""
-        builder = _PlanBuilder(self._sources, self._rank, must_match=self._must_match)
-        return builder.build(self._entries, self._kinds)
+        builder = _PlanBuilder(self._sources, must_match=self._must_match)
+        values = ValueNames(
+            [section for section, _, _ in self.values],
+            [path for _, path, _ in self.values],
+            np.array(self._per_rank_values, np.bool_),
+        )
+        return builder.build(values, self._kinds)
 
     def lay_out(self, assignment: Assignment, order: list[int] | None) -> list[FileLayout]:
         """Lay out the tensor files that this rank writes. The result is valid for every state of this fingerprint."""
@@ -254,16 +246,16 @@ def _shards_of(source: SectionSource) -> Iterator[Shard]:
 
 
 class _PlanBuilder:
-    """Turns the tensors and shards of all sections into the columns of a ``LocalPlan``."""
+    """Turns the tensors and shards of all sections into a ``LocalPlan``."""
 
-    def __init__(self, sources: Mapping[str, SectionSource], rank: int, *, must_match: bool) -> None:
-        self._sources, self._rank, self._must_match = sources, rank, must_match
+    def __init__(self, sources: Mapping[str, SectionSource], *, must_match: bool) -> None:
+        self._sources, self._must_match = sources, must_match
         self._layouts: dict[MeshPlace, int] = {}
         self._derivable: dict[tuple[int, tuple[int, ...], tuple[Box, ...]], bool] = {}
 
-    def build(self, values: list[ValueEntry], kinds: list[tuple[str, str]]) -> OrderedPlan:
+    def build(self, values: ValueNames, kinds: list[tuple[str, str]]) -> LocalPlan:
         metas: list[tuple[str, str, BasicMeta]] = []
-        is_own: list[bool] = []
+        own: list[bool] = []
         pinned: list[bool] = []
         compared: list[bool] = []
         must_match: list[bool] = []
@@ -278,9 +270,8 @@ class _PlanBuilder:
                 by_name.setdefault(shard.fqn, []).append((position, shard))
                 position += 1
             for row, (fqn, meta) in enumerate(source.metas.items(), len(metas)):
-                per_rank = fqn in source.per_rank
-                metas.append((name, rank_name(fqn, self._rank) if per_rank else fqn, meta))
-                is_own.append(per_rank)
+                metas.append((name, fqn, meta))
+                own.append(fqn in source.per_rank)
                 pinned.append(fqn in source.pinned)
                 compared.append(fqn in source.digests)
                 must_match.append(self._must_match and fqn in source.unproven)
@@ -292,21 +283,24 @@ class _PlanBuilder:
             aliases += [(f"{name}.{alias}", f"{name}.{fqn}") for alias, fqn in source.aliases.items()]
         rows = [*derived, *listed]
         order = [at for at, _, _ in rows]
-        plan = LocalPlan(
+        table = PlanTable(
             TensorTable.build(metas),
-            BoxTable.build([(row, box) for _, row, box in rows]),
-            values,
-            np.where(np.array(is_own, np.bool_), self._rank, -1).astype(np.int64, copy=False),
-            aliases,
-            kinds,
+            np.array(own, np.bool_),
             np.array(pinned, np.bool_),
-            np.array(holdings, np.int64),
-            [place.layout for place in self._layouts],
-            [place.coordinate for place in self._layouts],
             np.array(compared, np.bool_),
             np.array(must_match, np.bool_),
+            np.array(holdings, np.int64),
+            [place.layout for place in self._layouts],
+            values,
+            aliases,
+            kinds,
         )
-        return OrderedPlan(plan, None if order == list(range(len(order))) else order)
+        return LocalPlan(
+            table,
+            BoxTable.build([(row, box) for _, row, box in rows]),
+            [place.coordinate for place in self._layouts],
+            None if order == list(range(len(order))) else order,
+        )
 
     def _holding(self, shards: Sequence[Shard]) -> int:
         """Return how ranks of this layout hold a tensor, given the shards that this rank holds of it."""

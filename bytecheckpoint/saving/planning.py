@@ -26,12 +26,12 @@ from ..planners.balance import Assignment
 from ..planners.contents import DIGEST_BYTES, ContentChecks, ContentComparison, HeldContents, compare_contents
 from ..planners.gather_plan import Layout, plan_gather
 from ..planners.gather_share import GatherShare
-from ..planners.local_plan import PlanTable, unpack_boxes
+from ..planners.local_plan import LocalPlan, PlanTable, unpack_boxes
 from ..planners.plan_groups import PlanGroup
 from ..planners.save_plan import SavePlan, plan_groups
 from ..version import HEADER_METADATA
 from .agreement import NewPlan, PlanCache, PlannedShare, RankSummary, SaveShare, pack_parts, unpack_parts
-from .local_state import LocalState, OrderedPlan
+from .local_state import LocalState
 from .replicas import Contents, find_diverged, replica_error
 
 _log = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ def plan_save(
         ReplicaMismatchError: Replicas differ.
         DisagreementError: Ranks were called with different arguments.
     """
-    ordered = new.ordered
-    negotiation = None if new.summaries is None else PlanNegotiation(local, ordered, new.summaries, new_id)
+    local_plan = new.local_plan
+    negotiation = None if new.summaries is None else PlanNegotiation(local, local_plan, new.summaries, new_id)
     separated: list[str] = []
     for _ in range(_MAX_ROUNDS):
         kind, *content = msgpack.unpackb(op.scatter("plan", None if negotiation is None else negotiation.messages()))
@@ -63,27 +63,30 @@ def plan_save(
             break
         if kind == _SEND:
             table, contents = content
-            reply: list[Any] = [ordered.table if table else b"", local.contents.tobytes() if contents else b""]
+            reply: list[Any] = [
+                local_plan.packed_table if table else b"",
+                local.contents.tobytes() if contents else b"",
+            ]
         elif kind == _SEND_DIGESTS:
             reply = [local.declared.pack()]
         else:
             (separated,) = content
             local.separate(separated)
-            ordered = local.order_plan()
-            reply = [*RankSummary.of(local, ordered, {})]
+            local_plan = local.build_plan()
+            reply = [*RankSummary.of(local, local_plan, {})]
         received = op.gather("reply", pack_parts(reply))
         if negotiation is not None and received is not None:
-            negotiation.receive(unpack_parts(received), ordered)
+            negotiation.receive(unpack_parts(received), local_plan.table)
     else:
         raise PlanError(f"rank 0 had no plan after {_MAX_ROUNDS} rounds of messages")
     attempt_id, plan_id, nbytes, assignment_bytes, gather_bytes, checks = content
     assignment = Assignment.from_bytes(assignment_bytes)
     merge = None
     if gather_bytes:
-        merge = MergeWork.of(GatherShare.from_bytes(gather_bytes), ordered.plan, HEADER_METADATA)
+        merge = MergeWork.of(GatherShare.from_bytes(gather_bytes), local_plan, HEADER_METADATA)
     content_checks = ContentChecks.from_bytes(checks, op.rank, op.world_size)
-    files = local.lay_out(assignment, ordered.order)
-    planned = PlannedShare(plan_id, assignment, content_checks, nbytes, separated, ordered.order, files, merge)
+    files = local.lay_out(assignment, local_plan.order)
+    planned = PlannedShare(plan_id, assignment, content_checks, nbytes, separated, local_plan.order, files, merge)
     if negotiation is not None:
         planned = replace(planned, plan=negotiation.plan, comparison=negotiation.comparison)
     if plan_id:
@@ -95,12 +98,12 @@ class PlanNegotiation:
     """Rank 0's side of planning: ``messages`` to all ranks, then ``receive`` their replies, until all have a share."""
 
     def __init__(
-        self, local: LocalState, ordered: OrderedPlan, summaries: Sequence[RankSummary], new_id: Callable[[], bytes]
+        self, local: LocalState, local_plan: LocalPlan, summaries: Sequence[RankSummary], new_id: Callable[[], bytes]
     ) -> None:
         self._layout: Layout = local.layout
         self._new_id = new_id
         self._summaries = list(summaries)
-        self._tables = {summaries[0].table_digest: ordered.plan.table()}
+        self._tables = {summaries[0].table_digest: local_plan.table}
         self._contents = {summaries[0].contents_digest: local.contents}
         self._requests: list[tuple[bool, bool]] = []  # by rank, whether it sends its table, and its contents
         self._asks_for_digests = False
@@ -137,8 +140,8 @@ class PlanNegotiation:
                 return [msgpack.packb([_SEPARATE, names])] * len(self._summaries)
         return self._shares(self.comparison)
 
-    def receive(self, replies: Sequence[list[Any]], ordered: OrderedPlan) -> None:
-        """Take the ranks' replies to the last messages. ``ordered`` is rank 0's own, as it is now.
+    def receive(self, replies: Sequence[list[Any]], own_table: PlanTable) -> None:
+        """Take the ranks' replies to the last messages. ``own_table`` is rank 0's, as it is now.
 
         Raises:
             ReplicaMismatchError: Declared replicas differ, and the save is asked to check them.
@@ -152,7 +155,7 @@ class PlanNegotiation:
             return
         if not any(map(any, self._requests)):
             self._summaries = [RankSummary(*reply) for reply in replies]
-            self._tables[self._summaries[0].table_digest] = ordered.plan.table()
+            self._tables[self._summaries[0].table_digest] = own_table
             return
         for summary, (table, contents) in zip(self._summaries, replies, strict=True):
             if summary.table_digest not in self._tables:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_plans import plan_save
+from rank_plans import plan_save, rank_plan
 from safetensors.torch import load as load_safetensors
 from sampling import examples
 
@@ -27,7 +27,6 @@ from bytecheckpoint.engine.merging.merge import MIN_MERGE_BLOCKS, MergeResources
 from bytecheckpoint.engine.staging.arena import BLOCK, Arena
 from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.planners.gather_plan import plan_gather
-from bytecheckpoint.planners.local_plan import LocalPlan
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.telemetry import Timings
 from bytecheckpoint.tensors.dtypes import DTYPES
@@ -172,7 +171,7 @@ def test_any_tiling_in_any_pieces(world: Any, piece: int, room: int, live: bool)
     full, held = world
     table = TensorTable.build(("model", name, meta) for name, meta in _metas(full).items())
     rows = {f"model.{name}": row for row, name in enumerate(full)}
-    plans = [LocalPlan(table, BoxTable.build([(rows[f"model.{n}"], b) for n, b in one])) for one in held]
+    plans = [rank_plan(table, BoxTable.build([(rows[f"model.{n}"], b) for n, b in one])) for one in held]
     gather = plan_gather(plan_save(plans), "whole", world_size=WORLD, piece_size=piece)
     if gather is None:
         return
@@ -197,7 +196,7 @@ def test_a_failure_of_one_thread_ends_the_other(failing: str, monkeypatch: pytes
     half = Box((0,), (2000,)), Box((2000,), (2000,))
     held = [[("a", half[0]), ("b", half[0])], [("a", half[1]), ("b", half[1])], []]
     table = TensorTable.build(("model", name, meta) for name, meta in _metas(full).items())
-    plans = [LocalPlan(table, BoxTable.build([(int(n == "b"), b) for n, b in one])) for one in held]
+    plans = [rank_plan(table, BoxTable.build([(int(n == "b"), b) for n, b in one])) for one in held]
     gather = plan_gather(plan_save(plans), "whole", world_size=WORLD, piece_size=4096)
     assert gather is not None
     work = MergeWork.of(gather.share(0), plans[0], {})

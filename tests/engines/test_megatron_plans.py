@@ -58,20 +58,20 @@ def _params(job: Training) -> list[Param]:
 
 def _held(plan: LocalPlan) -> dict[str, Any]:
     """By name of a tensor: its type, whether its contents are compared, how it is held, and its boxes in order."""
-    assert plan.held is not None
-    assert plan.compared is not None
+    table = plan.table
     found: dict[str, Any] = {}
-    for row, name in enumerate(plan.tensors.names):
+    for row, name in enumerate(table.tensors.names):
         if name.startswith(("model.", "optimizer.")):
-            number = int(plan.held[row])
-            how: Any = number if number in (OWN_BOXES, WHOLE) else plan.layouts[number - 1]
+            number = int(table.held[row])
+            how: Any = number if number in (OWN_BOXES, WHOLE) else table.layouts[number - 1]
             place = plan.coordinates[number - 1] if number > WHOLE else None
-            found[name] = (plan.tensors.meta_of(row), bool(plan.compared[row]), how, place, [])
+            found[name] = (table.tensors.meta_of(row), bool(table.compared[row]), how, place, [])
     for row, box in zip(plan.shards.tensor.tolist(), plan.shards):
-        name = plan.tensors.names[row]
+        name = table.tensors.names[row]
         if name in found:
             found[name][-1].append(box)
-    paths = [decode_path(value.path) for value in plan.values if value.section == "optimizer"]
+    values = zip(table.values.sections, table.values.paths, strict=True)
+    paths = [decode_path(path) for section, path in values if section == "optimizer"]
     return {**found, "values": sorted(path for path in paths if path[0] != "empty_groups")}
 
 
@@ -88,7 +88,7 @@ def _real(rank: int, world_size: int, layout: Layout, recipe: Recipe) -> tuple[l
         )
         sources = {section.name: section.capture() for section in sections}
         local = LocalState(sections, sources, rank=rank, world_size=world_size, options=SaveRequest())
-        return _params(job), _held(local.order_plan().plan)
+        return _params(job), _held(local.build_plan())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_plans import assignment_of, plan_save
+from rank_plans import assignment_of, plan_save, rank_plan
 from sampling import examples
 
 from bytecheckpoint.planners.gather_plan import GatherPlan, plan_gather
@@ -41,7 +41,7 @@ class World:
         for held in self.held:
             table = TensorTable.build((*name.split(".", 1), meta) for name, meta in self.metas.items())
             rows = {name: row for row, name in enumerate(table.names)}
-            plans.append(LocalPlan(table, BoxTable.build([(rows[name], box) for name, box in held])))
+            plans.append(rank_plan(table, BoxTable.build([(rows[name], box) for name, box in held])))
         return plans
 
 
@@ -202,7 +202,7 @@ def check_assignments(world: World, gather: GatherPlan) -> None:
         before = gather.row[gather.holder == rank]
         assert sorted(staged.tolist()) == sorted(before.tolist())
         cuts = share.outgoing(local)
-        assert int(local.shards.nbytes(local.tensors)[share.sent].sum()) == int((cuts.stop - cuts.start).sum())
+        assert int(local.shards.nbytes(local.table.tensors)[share.sent].sum()) == int((cuts.stop - cuts.start).sum())
 
 
 @given(st.data())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_plans import plan_save
+from rank_plans import plan_save, rank_plan
 from sampling import examples
 
 from bytecheckpoint.errors import PlanError
@@ -69,7 +69,7 @@ def _plan(data_rank: int, tensor_rank: int, *, derived: bool) -> LocalPlan:
     own = "optimizer.b" if data_rank else "optimizer.a"
     names = ["model.cut", "model.halves", "model.whole", own, "optimizer.step"]
     layouts = [MeshLayout((2,), ((0,), ())), MeshLayout((2,), ((0,), ()), (2, 1))]
-    held = np.array([1, 2, WHOLE, OWN_BOXES, WHOLE] if derived else [OWN_BOXES] * 5)
+    held = [1, 2, WHOLE, OWN_BOXES, WHOLE] if derived else [OWN_BOXES] * 5
     size = _META[own].shape[0] // 2
     boxes = [
         (0, Box((6 * tensor_rank, 0), (6, 4))),
@@ -80,7 +80,7 @@ def _plan(data_rank: int, tensor_rank: int, *, derived: bool) -> LocalPlan:
         (3, Box((size * tensor_rank, 0), (size, 4))),
     ]
     rows = [(*name.split(".", 1), _META[name]) for name in names]
-    return LocalPlan(
+    return rank_plan(
         TensorTable.build(rows),
         BoxTable.build(boxes),
         held=held,
@@ -101,11 +101,11 @@ def test_ranks_that_share_only_a_section_are_planned_as_if_they_listed_their_box
         for shard, (rank, row) in enumerate(zip(plan.owner.tolist(), plan.source.tolist())):
             local = ranks[rank]
             assert local.shards.box_of(row) == plan.shards.box_of(shard)
-            name = local.tensors.names[int(local.shards.tensor[row])]
+            name = local.table.tensors.names[int(local.shards.tensor[row])]
             assert name == plan.tensors.names[int(plan.shards.tensor[shard])]
 
 
 def test_blocks_of_layouts_arrive() -> None:
-    table = PlanTable.from_bytes(_plan(0, 1, derived=True).table().to_bytes())
-    assert table.layouts == _plan(0, 1, derived=True).layouts
+    table = PlanTable.from_bytes(_plan(0, 1, derived=True).packed_table)
+    assert table.layouts == _plan(0, 1, derived=True).table.layouts
     assert table.common_boxes().tolist() == [1, 2, 1, 0, 1]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_plans import assignment_of, plan_save
+from rank_plans import assignment_of, plan_save, rank_plan
 from sampling import examples
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.planners.local_plan import LocalPlan, ValueEntry
+from bytecheckpoint.planners.local_plan import LocalPlan
 from bytecheckpoint.planners.save_plan import SavePlan, consecutive_offsets, plan_columns
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
@@ -41,7 +41,7 @@ metas = st.dictionaries(
 def local_plan(tensors: Metas, held: Holding, **more: object) -> LocalPlan:
     table = TensorTable.build((*name.split(".", 1), meta) for name, meta in tensors.items())
     rows = {name: row for row, name in enumerate(table.names)}
-    return LocalPlan(table, BoxTable.build([(rows[name], box) for name, box in held]), **more)  # type: ignore[arg-type]
+    return rank_plan(table, BoxTable.build([(rows[name], box) for name, box in held]), **more)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -84,7 +84,7 @@ def test_every_byte_is_written_once_and_where_the_plan_says(tilings: Tilings, da
     for rank, local in enumerate(world.plans()):
         assignment = assignment_of(plan, rank)
         for section, rows in assignment.files:
-            offsets, size = consecutive_offsets(local.shards.nbytes(local.tensors)[rows])
+            offsets, size = consecutive_offsets(local.shards.nbytes(local.table.tensors)[rows])
             assert size == sizes[section, rank]
             image = images[section, rank] = np.zeros(size, np.int64)
             for row, offset in zip(rows.tolist(), offsets.tolist()):
@@ -307,17 +307,13 @@ def test_ranks_that_disagree_on_a_shape(order: tuple[int, int], other: tuple[int
 
 
 def test_tensors_of_one_rank_alone() -> None:
-    def plan(rank: int, scope: int) -> LocalPlan:
-        tensors = {"rng.state@" + str(rank): F32, "model.w": F32}
-        held = [rows(0, 8, f"rng.state@{rank}"), rows(0, 8)]
-        return local_plan(tensors, held, scope=np.array([scope, -1]))
-
-    saved = plan_save([plan(rank, rank) for rank in range(3)])
+    alone = local_plan({"rng.state": F32, "model.w": F32}, [rows(0, 8, "rng.state"), rows(0, 8)], own=[True, False])
+    saved = plan_save([alone] * 3)
     assert saved.tensors.names == ["model.w", "rng.state@0", "rng.state@1", "rng.state@2"]
     assert saved.scope.tolist() == [-1, 0, 1, 2]
     assert saved.owner.tolist()[1:] == [0, 1, 2]
     shared = local_plan({"rng.state@0": F32}, [rows(0, 8, "rng.state@0")])
-    text = fault_of([plan(0, 0), shared])
+    text = fault_of([alone, shared])
     assert "of rank 0 alone on rank 0; float32[8, 4] in section 'rng' on rank 1" in text
 
 
@@ -342,15 +338,9 @@ def test_sections_agree_on_their_adapter() -> None:
 
 
 def test_values_are_written_once_where_equal_and_everywhere_where_not() -> None:
-    def entry(path: bytes, digest: bytes, per_rank: bool = False) -> ValueEntry:
-        return ValueEntry("extra", path, digest, 8, per_rank)
-
-    held = [
-        [entry(b"same", b"1"), entry(b"rng", b"1", True), entry(b"differs", b"1")],
-        [entry(b"differs", b"2"), entry(b"same", b"1"), entry(b"rng", b"1", True), entry(b"late", b"1")],
-        [entry(b"late", b"1")],
-    ]
-    plan = plan_save([local_plan({}, [], values=values) for values in held])
+    held = [[b"same", b"rng", b"differs"], [b"differs", b"same", b"rng", b"late"], [b"late"]]
+    plans = [local_plan({}, [], values=[("extra", path, path == b"rng") for path in paths]) for paths in held]
+    plan = plan_save(plans, {("extra", b"differs")})
     values = plan.values
     found = list(
         zip([path for _, path in values.keys], values.rank.tolist(), values.shared.tolist(), values.index.tolist())
@@ -416,7 +406,7 @@ def test_the_lowest_rank_writes_what_is_pinned(tilings: Tilings, data: st.DataOb
     """However the bytes are balanced: buffers that drifted apart must not be a mixture of several ranks'."""
     plans = data.draw(worlds(tilings)).plans()
     for plan in plans:
-        plan.pinned = np.array([name in names for name in plan.tensors.names], np.bool_)
+        plan.table.pinned = np.array([name in names for name in plan.table.tensors.names], np.bool_)
     plan = plan_save(plans)
     for row in range(len(plan.shards)):
         name, box = plan.tensors.names[int(plan.shards.tensor[row])], plan.shards.box_of(row)
@@ -429,6 +419,6 @@ def test_the_lowest_rank_writes_what_is_pinned(tilings: Tilings, data: st.DataOb
 
 def _holds(plan: LocalPlan, name: str, box: Box) -> bool:
     return any(
-        plan.tensors.names[int(tensor)] == name and plan.shards.box_of(row) == box
+        plan.table.tensors.names[int(tensor)] == name and plan.shards.box_of(row) == box
         for row, tensor in enumerate(plan.shards.tensor)
     )

@@ -3,24 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+import numpy as np
 
 from bytecheckpoint.planners.balance import Assignment
 from bytecheckpoint.planners.gather_plan import GatherPlan
-from bytecheckpoint.planners.local_plan import LocalPlan, ValueKey, pack_boxes, unpack_boxes
+from bytecheckpoint.planners.local_plan import (
+    OWN_BOXES,
+    LocalPlan,
+    PlanTable,
+    ValueKey,
+    ValueNames,
+    pack_boxes,
+    unpack_boxes,
+)
 from bytecheckpoint.planners.plan_groups import PlanGroup
 from bytecheckpoint.planners.save_plan import SavePlan, plan_groups
+from bytecheckpoint.tensors.mesh_layout import MeshLayout
+from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 
 
-def plan_save(plans: Sequence[LocalPlan]) -> SavePlan:
-    """Plan a save of what the ranks hold. ``plans`` are by rank."""
-    digests: dict[ValueKey, bytes] = {}
-    differing: set[ValueKey] = set()
-    for plan in plans:
-        for value in plan.values:
-            key = value.section, value.path
-            if digests.setdefault(key, value.digest) != value.digest:
-                differing.add(key)
-    return plan_groups(_grouped(plans), differing, world_size=len(plans))
+def rank_plan(
+    tensors: TensorTable,
+    shards: BoxTable,
+    coordinates: Sequence[tuple[int, ...]] = (),
+    *,
+    own: Sequence[bool] = (),
+    held: Sequence[int] = (),
+    layouts: Sequence[MeshLayout] = (),
+    pinned: Sequence[bool] = (),
+    values: Sequence[tuple[str, bytes, bool]] = (),
+    aliases: Sequence[tuple[str, str]] = (),
+    sections: Sequence[tuple[str, str]] = (),
+) -> LocalPlan:
+    """The plan of a rank that lists its boxes and compares no contents, unless the arguments say otherwise.
+
+    ``values`` are sections, paths, and whether they are per rank.
+    """
+    none = np.zeros(len(tensors), np.bool_)
+    table = PlanTable(
+        tensors,
+        np.array(own, np.bool_) if own else none,
+        np.array(pinned, np.bool_) if pinned else none,
+        none,
+        none,
+        np.array(held or [OWN_BOXES] * len(tensors), np.int64),
+        list(layouts),
+        ValueNames(
+            [section for section, _, _ in values],
+            [path for _, path, _ in values],
+            np.array([per_rank for _, _, per_rank in values], np.bool_),
+        ),
+        list(aliases),
+        list(sections),
+    )
+    return LocalPlan(table, shards, list(coordinates))
+
+
+def plan_save(plans: Sequence[LocalPlan], differing: AbstractSet[ValueKey] = frozenset()) -> SavePlan:
+    """Plan a save of what the ranks hold, by rank. Values in ``differing`` are not equal on all ranks."""
+    return plan_groups(_grouped(plans), set(differing), world_size=len(plans))
 
 
 def assignment_of(plan: SavePlan | GatherPlan, rank: int) -> Assignment:
@@ -29,13 +72,12 @@ def assignment_of(plan: SavePlan | GatherPlan, rank: int) -> Assignment:
 
 
 def _grouped(plans: Sequence[LocalPlan]) -> list[PlanGroup]:
-    tables = [plan.table() for plan in plans]
     ranks_of: dict[bytes, list[int]] = {}
-    for rank, table in enumerate(tables):
-        ranks_of.setdefault(table.to_bytes(), []).append(rank)
+    for rank, plan in enumerate(plans):
+        ranks_of.setdefault(plan.packed_table, []).append(rank)
     groups = []
     for ranks in ranks_of.values():
-        table = tables[ranks[0]]
+        table = plans[ranks[0]].table
         boxes = unpack_boxes([pack_boxes(plans[rank].own_boxes(), table.tensors) for rank in ranks], table.tensors)
         groups.append(PlanGroup.of(table, ranks, [plans[rank].flat_coordinates() for rank in ranks], *boxes))
     return groups

@@ -167,7 +167,7 @@ class MergeWork:
         piece = np.concatenate((outgoing.piece, incoming.piece[own]))
         rows = np.concatenate((share.sent[outgoing.fragment], share.row[incoming.fragment[own]]))
         staged = list(dict.fromkeys(rows[np.argsort(piece, kind="stable")].tolist()))
-        return cls(share, outgoing, files, staged, int(plan.shards.nbytes(plan.tensors)[sorted(staged)].sum()))
+        return cls(share, outgoing, files, staged, int(plan.shards.nbytes(plan.table.tensors)[sorted(staged)].sum()))
 
 
 @dataclass(frozen=True, eq=False)
