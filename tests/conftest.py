@@ -10,7 +10,7 @@ import sampling
 
 from bytecheckpoint.testing import time_limit
 
-pytest_plugins = ["bytecheckpoint.testing.fixtures", "certificates", "s3_server"]
+pytest_plugins = ["session_plugin", "certificates", "s3_server"]
 
 _TEST_S = 1200 if sampling.is_full() else 300  # the full set draws many examples
 _LONG_S = 20

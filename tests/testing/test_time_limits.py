@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 import sampling
+from session_plugin import measure_time_factor
 
 from bytecheckpoint.testing import time_limit
-from bytecheckpoint.testing.time_limits import TIME_FACTOR_VARIABLE, measure_time_factor, time_factor
+from bytecheckpoint.testing.time_limits import TIME_FACTOR_VARIABLE, time_factor
 
 
 def test_limits_are_scaled_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
