@@ -81,7 +81,8 @@ def write(results: Path, docs: Path) -> Path:
     for old in pictures.glob("*.svg"):
         old.unlink()
     page = docs / "performance.md"
-    parts = [*_sections(document, pictures), *_first_save(results.parent / "first_save.json")]
+    parts = [*_sections(document, pictures), *_peers(results.parent / "peers.json")]
+    parts += _first_save(results.parent / "first_save.json")
     parts += _merge_stage(results.parent / "merge_stage.json")
     parts += _foreign_loads(results.parent / "foreign_loads.json")
     parts += _codecs(results.parent / "codecs.json")
@@ -91,6 +92,32 @@ def write(results: Path, docs: Path) -> Path:
     parts += _long_run(results.parent / "long_run.json", pictures)
     page.write_text("\n".join([*parts, *_planning(results.parent / "scale_planning.json")]))
     return page
+
+
+def _peers(results: Path) -> list[str]:
+    """Return the section on a run of ``benchmarks.run`` with the systems in separate environments, if there is one.
+
+    These are measured with fewer rounds and workloads, so their run is not that of the tables above.
+    """
+    if not results.exists():
+        return []
+    document = json.loads(results.read_text())
+    by_workload = document["save_load"]
+    return [
+        "## Other systems\n",
+        *textwrap.wrap(
+            "The systems above and those that need separate environments take turns, in one process each, on GPT-2 "
+            "124M with Adam (1.49 GB). Each is configured as its documentation advises. Orbax is made for JAX and has "
+            "no support of PyTorch tensors: it saves NumPy arrays in the memory of the tensors, which it copies before "
+            "the call of an asynchronous save returns, and a load copies the arrays that it restores into the tensors. "
+            f"Versions: {_versions(document)}. All samples are in [peers.json](../benchmarks/results/peers.json).",
+            118,
+        ),
+        "",
+        _where(document),
+        _markdown(floor_grid(by_workload), titled=False),
+        *(_markdown(contestants(result), titled=False) for result in by_workload.values()),
+    ]
 
 
 def _first_save(results: Path) -> list[str]:
@@ -356,16 +383,11 @@ def _where(run: Mapping[str, Any]) -> str:
 
 def _about(document: Mapping[str, Any]) -> str:
     machine, settings = document["machine"], document["settings"]
-    versions = {**document["versions"]}
-    for result in document.get("save_load", {}).values():
-        for contestant in result["contestants"].values():
-            versions |= contestant["versions"]
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
         f"Run of {document['created']}: {settings['rounds']} rounds, torch threads per process: {settings['threads']};",
         f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Linux {machine['kernel']},",
         f"{machine['file_system']}, huge pages: {machine['huge_pages']}.",
-        *textwrap.wrap(f"Versions: {listed}.", 118),
+        *textwrap.wrap(f"Versions: {_versions(document)}.", 118),
         "All samples are in [performance.json](../benchmarks/results/performance.json). To reproduce:",
         "",
         f"    {document['command']}",
@@ -374,6 +396,15 @@ def _about(document: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _versions(document: Mapping[str, Any]) -> str:
+    """Return the versions of everything that was measured."""
+    versions = {**document["versions"]}
+    for result in document.get("save_load", {}).values():
+        for contestant in result["contestants"].values():
+            versions |= contestant["versions"]
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _markdown(grid: Grid, *, titled: bool = True) -> str:
