@@ -126,16 +126,20 @@ def _traces(ranks: int) -> Iterator[list[str]]:
         save["confirm"] += float(saved["write"].max() - saved["write"][rank])  # until the slowest rank has written
         load = {step: float(one[rank]) for step, one in loaded.items()}
         host = f"rank {rank} on node-{rank // 8:03d}"
-        name = {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": host}}
-        events: list[dict[str, Any]] = [name]
+        process = {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": host}}
+        events: list[dict[str, Any]] = [process]
         at = 1.7e9 + float(random.uniform(0, 0.01))
         for kind, steps in (("save", save), ("load", load)):
             for step, took in steps.items():
                 arguments: dict[str, Any] = {"checkpoint": "/runs/7b/step-6000"}
+                names = [f"{kind}.{step}"]
                 if step in ("stage", "write", "read"):
                     arguments |= {"bytes": 3_000_000_000 if ranks < 64 else 400_000_000}
-                event = {"name": f"{kind}.{step}", "cat": kind, "ph": "X", "pid": rank, "tid": 0, "args": arguments}
-                events.append({**event, "ts": round(at * 1e6, 1), "dur": round(took * 1e6, 1)})
+                if step == "read":
+                    names.append("read" if rank < ranks // 8 else "read tier")  # the first hosts are new ones
+                for name in names:
+                    event = {"name": name, "cat": kind, "ph": "X", "pid": rank, "tid": 0, "args": arguments}
+                    events.append({**event, "ts": round(at * 1e6, 1), "dur": round(took * 1e6, 1)})
                 at += took
             at += 30
         yield [json.dumps(event) for event in events]

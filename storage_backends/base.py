@@ -184,9 +184,11 @@ class ObjectReader(ABC):
     Attributes:
         size: The object's size in bytes, if the store has stated it by itself, at the latest with the first bytes; else
             None. A load compares it with the manifest.
+        is_near: Whether it is a copy in a tier of this machine, for the timings of a load.
     """
 
     size: int | None = None
+    is_near: bool = False
 
     @abstractmethod
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:

@@ -142,7 +142,12 @@ class NearestBackend(StorageBackend):
             self._read(key, lambda store: store.read_into(key, offset, buffer))
 
     def open_object(self, key: str) -> ObjectReader:
-        return self._read(key, lambda store: store.open_object(key))
+        def opened(store: StorageBackend) -> ObjectReader:
+            found = store.open_object(key)
+            found.is_near = store is self._near
+            return found
+
+        return self._read(key, opened)
 
     def stat(self, key: str) -> ObjectStat:
         return self._far.stat(key) if key == MANIFEST_KEY else self._read(key, lambda store: store.stat(key))

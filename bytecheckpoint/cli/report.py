@@ -20,6 +20,7 @@ from ..version import VERSION
 from .options import Locate, command
 from .output import Output, plain, printable, size_text
 from .report_data import TimedOperation, root_document
+from .report_floor import measure_floor
 from .report_traces import trace_operations
 
 _MOST_NUMBERS = 400_000  # of all operations, so that a page of 4,096 ranks has less than 3 MB
@@ -30,7 +31,10 @@ _MOST_NUMBERS = 400_000  # of all operations, so that a page of 4,096 ranks has 
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write; by default report.html."
 )
-def report_command(out: Output, at: Locate, sources: tuple[str, ...], *, output: Path | None) -> None:
+@click.option(
+    "--floor", is_flag=True, help="Measure how fast this machine writes and reads 1 GiB below ROOT, and compare."
+)
+def report_command(out: Output, at: Locate, sources: tuple[str, ...], *, output: Path | None, floor: bool) -> None:
     """Write a page with the checkpoints below a root, and with a timeline of the saves and loads in traces.
 
     Give a root (or one checkpoint), traces that ranks have written (a directory or a file), or both. The page is one
@@ -46,10 +50,14 @@ def report_command(out: Output, at: Locate, sources: tuple[str, ...], *, output:
         raise UsageError(f"a report has one root, not {len(roots)}: {', '.join(roots)}")
     document: dict[str, Any] = {"version": VERSION, "created": datetime.now(UTC).isoformat(timespec="seconds")}
     document |= {"root": roots[0] if roots else None, "checkpoints": [], "uploads_waiting": [], "layout": None}
+    document["floor"] = None
     operations: list[TimedOperation] = []
     if roots:
         of_root, operations = root_document(at(roots[0]))
         document |= of_root
+        document["floor"] = measure_floor(at(roots[0]).open()) if floor else None
+    elif floor:
+        raise UsageError("--floor measures below a root, and no root is named")
     traced = trace_operations(traces)
     names = {(one.kind, one.name) for one in traced}  # of which traces have more than manifests
     kept = _newest([*(one for one in operations if (one.kind, one.name) not in names), *traced])
@@ -77,7 +85,7 @@ def _newest(operations: Sequence[TimedOperation]) -> list[TimedOperation]:
     kept: list[TimedOperation] = []
     left = _MOST_NUMBERS
     for one in reversed(operations):
-        left -= one.ranks * (len(one.seconds) + len(one.nbytes) + len(one.begin))
+        left -= one.ranks * (len(one.seconds) + len(one.nbytes) + len(one.begin) + len(one.sources))
         if left < 0 and kept:
             break
         kept.append(one)
@@ -99,7 +107,7 @@ def _page(document: Mapping[str, Any]) -> str:
             f"<div><dt>{_text(name)}</dt><dd>{_text(text)}</dd></div>" for name, text in _figures(document)
         ),
         checkpoints=_table(_CHECKPOINT_COLUMNS, map(_checkpoint_row, reversed(document["checkpoints"]))),
-        slowest="".join(map(_slowest, document["operations"])),
+        operations="".join(_operation(one, document["floor"] or {}) for one in document["operations"]),
         data=base64.b64encode(data).decode(),
         echarts=part("echarts.min.js"),
         script=part("report.js"),
@@ -122,6 +130,9 @@ def _figures(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         complete = sum(one["status"] == "checkpoint" and not one["problem"] for one in found)
         yield "Complete", f"{complete} of {len(found)}"
         yield "Uploads pending", str(len(document["uploads_waiting"]))
+    if document["floor"]:
+        yield "One machine writes", _rate(document["floor"]["write"])
+        yield "One machine reads", _rate(document["floor"]["read"])
 
 
 _CHECKPOINT_COLUMNS = (
@@ -132,6 +143,7 @@ _CHECKPOINT_COLUMNS = (
     ">Shared",
     ">Duration",
     ">Stall",
+    ">Rate",
     ">Ranks",
     "State",
 )
@@ -139,7 +151,7 @@ _CHECKPOINT_COLUMNS = (
 
 def _checkpoint_row(one: Mapping[str, Any]) -> Sequence[str]:
     if one["status"] != "checkpoint":
-        return (one["name"], *[""] * 7, one["problem"])
+        return (one["name"], *[""] * 8, one["problem"])
     times = ["" if one[key] is None else _seconds(one[key]) for key in ("seconds", "stall")]
     state = one["problem"] or ("complete, newest" if one["newest"] else "complete")
     return (
@@ -149,6 +161,7 @@ def _checkpoint_row(one: Mapping[str, Any]) -> Sequence[str]:
         size_text(one["bytes"]),
         size_text(one["shared_bytes"]) if one["shared_bytes"] else "",
         *times,
+        _rate(one["bytes"] / one["seconds"]) if one["seconds"] else "",
         f"{one['world_size']:,}",
         state,
     )
@@ -158,8 +171,9 @@ def _time(one: Mapping[str, Any]) -> str:
     return str(one["created"])[:16].replace("T", " ")
 
 
-def _slowest(one: Mapping[str, Any]) -> str:
-    rows = [
+def _operation(one: Mapping[str, Any], floor: Mapping[str, float]) -> str:
+    """Return the tables of a save or load: its slow ranks, its rates, and where the bytes of a load came from."""
+    slowest = [
         (
             str(slow["rank"]),
             slow["host"],
@@ -170,11 +184,33 @@ def _slowest(one: Mapping[str, Any]) -> str:
         )
         for slow in one["slowest"]
     ]
-    columns = (">Rank", "Host", "Step", ">Seconds", ">Median of all ranks", ">Times the median")
-    heading = f"<h3>{_text(one['kind'])} of {_text(one['name'])}</h3>"
-    return (
-        f"<section class=slowest>{heading}{_table(columns, rows) or '<p class=muted>No rank was slow.</p>'}</section>"
+    moved = [
+        (
+            moved["step"],
+            size_text(moved["bytes"]),
+            _seconds(moved["seconds"]),
+            _rate(rate := moved["bytes"] / moved["seconds"]),
+            *([f"{rate / floor[moved['step']]:.0%}" if moved["step"] in floor else ""] if floor else []),
+        )
+        for moved in one["moved"]
+    ]
+    tables = (
+        _table((">Rank", "Host", "Step", ">Seconds", ">Median of all ranks", ">Times the median"), slowest),
+        _table(("Step", ">Bytes", ">Slowest rank", ">Rate", *([">Of one machine's"] if floor else [])), moved),
+        _table(("Source", ">Bytes", ">Share", ">Ranks", ">Most", ">By rank"), [*_sources(one["sources"])]),
     )
+    slow = tables[0] or "<p class=muted>No rank was slow.</p>"
+    heading = f"<h3>{_text(one['kind'])} of {_text(one['name'])}</h3>"
+    return f"<section class=tables>{heading}{slow}{tables[1]}{tables[2]}</section>"
+
+
+def _sources(sources: Mapping[str, Sequence[int]]) -> Iterator[Sequence[str]]:
+    whole = sum(map(sum, sources.values()))
+    for source, by_rank in sources.items():
+        nbytes, most = sum(by_rank), max(by_rank)
+        ranks = f"{sum(map(bool, by_rank)):,}"
+        share = f"{nbytes / max(whole, 1):.0%}"
+        yield source, size_text(nbytes), share, ranks, size_text(most), str(by_rank.index(most))
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -198,3 +234,7 @@ def _seconds(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+
+
+def _rate(rate: float) -> str:
+    return f"{size_text(int(rate))}/s"

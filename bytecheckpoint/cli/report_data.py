@@ -51,6 +51,8 @@ class TimedOperation:
         nbytes: Bytes that it moved.
         begin: When it began, from the first step of any rank on; empty if nothing has recorded that.
         hosts: The hosts of ranks, where they are known.
+        sources: Bytes of a load that came from a tier of the rank's machine, from the store, and from other ranks, by
+            source; empty if nothing has recorded that.
     """
 
     kind: str
@@ -60,6 +62,7 @@ class TimedOperation:
     nbytes: Mapping[str, Column] = field(default_factory=dict)
     begin: Mapping[str, Column] = field(default_factory=dict)
     hosts: Mapping[int, str] = field(default_factory=dict)
+    sources: Mapping[str, Column] = field(default_factory=dict)
 
     def to_document(self) -> dict[str, Any]:
         """Return plain values."""
@@ -71,9 +74,18 @@ class TimedOperation:
             "seconds": {step: _numbers(column, 5) for step, column in self.seconds.items()},
             "begin": {step: _numbers(column, 5) for step, column in self.begin.items()},
             "bytes": {step: _numbers(column, 0) for step, column in self.nbytes.items() if np.nansum(column)},
+            "sources": {source: _numbers(column, 0) for source, column in self.sources.items()},
+            "moved": [*self._moved()],
             "hosts": [self.hosts.get(rank, "") for rank in range(self.ranks)] if self.hosts else [],
             "slowest": [*self._slowest()],
         }
+
+    def _moved(self) -> Iterator[dict[str, Any]]:
+        """Yield the bytes of all ranks in each step that moves some, and the time of its slowest rank."""
+        for step, column in self.nbytes.items():
+            nbytes, seconds = int(np.nansum(column)), self.seconds.get(step)
+            if nbytes and seconds is not None:
+                yield {"step": step, "bytes": nbytes, "seconds": float(np.nanmax(seconds))}
 
     def _slowest(self) -> Iterator[dict[str, Any]]:
         """Yield the ranks that took longest over the median of a step in which ranks do not wait for each other."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,10 +18,22 @@ from .report_data import Column, TimedOperation
 _MOST_RANKS = 1 << 20
 
 
-_Steps: TypeAlias = dict[tuple[int, str], tuple[float, float, int]]
-"""One operation: by rank and step, when it began and how long it took, in microseconds, and its bytes."""
+_SOURCES = {"read": "store", "read tier": "tier", "exchange": "other ranks"}
+"""The work of a load that brings bytes, and where these come from."""
 
-_Found: TypeAlias = dict[tuple[str, str, int], _Steps]
+
+@dataclass
+class _Traced:
+    """One operation: by rank and step, when it began and how long it took, in microseconds, and its bytes.
+
+    ``sources`` are bytes by source and rank.
+    """
+
+    steps: dict[tuple[int, str], tuple[float, float, int]] = field(default_factory=dict)
+    sources: dict[str, Counter[int]] = field(default_factory=dict)
+
+
+_Found: TypeAlias = dict[tuple[str, str, int], _Traced]
 """By kind, checkpoint, and how often that kind of operation had been seen before."""
 
 
@@ -37,31 +51,40 @@ def trace_operations(paths: Sequence[Path]) -> list[TimedOperation]:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{path} is not a trace of this library: {error!r}") from error
-    ordered = sorted(found.items(), key=lambda one: min(one[1].values()))
-    return [_operation(*key, steps, hosts) for key, steps in ordered]
+    ordered = sorted(found.items(), key=lambda one: min(one[1].steps.values()))
+    return [_operation(*key, traced, hosts) for key, traced in ordered]
 
 
 def _add(events: Iterable[Mapping[str, Any]], found: _Found, hosts: dict[int, str]) -> None:
     count: dict[tuple[str, str, int], int] = {}
-    steps = []
+    spans = []
     for event in events:
         if event.get("name") == "process_name":
             hosts[int(event["pid"])] = str(event["args"]["name"]).rpartition(" on ")[2]
-        elif event["ph"] == "X" and event["name"].startswith(f"{event['cat']}."):
-            steps.append(event)
-    for event in sorted(steps, key=lambda one: float(one["ts"])):
+        elif event["ph"] == "X" and (event["name"].startswith(f"{event['cat']}.") or _source(event)):
+            spans.append(event)
+    for event in sorted(spans, key=lambda one: float(one["ts"])):
         kind, rank, arguments = str(event["cat"]), int(event["pid"]), event["args"]
         if not 0 <= rank < _MOST_RANKS:
             raise ValueError(f"there is no rank {rank}")
-        step, url = event["name"][len(kind) + 1 :], str(arguments["checkpoint"])
+        url, nbytes = str(arguments["checkpoint"]), int(arguments.get("bytes", 0))
         number = count.setdefault((kind, url, rank), 0)
-        while (rank, step) in found.setdefault((kind, url, number), {}):
+        if (source := _source(event)) is not None:
+            if (kind, url, number) in found:  # it follows the step that it is part of
+                found[kind, url, number].sources.setdefault(source, Counter())[rank] += nbytes
+            continue
+        step = event["name"][len(kind) + 1 :]
+        while (rank, step) in found.setdefault((kind, url, number), _Traced()).steps:
             number = count[kind, url, rank] = number + 1
-        begin, duration = float(event["ts"]), float(event["dur"])
-        found[kind, url, number][rank, step] = begin, duration, int(arguments.get("bytes", 0))
+        found[kind, url, number].steps[rank, step] = float(event["ts"]), float(event["dur"]), nbytes
 
 
-def _operation(kind: str, url: str, number: int, steps: _Steps, hosts: Mapping[int, str]) -> TimedOperation:
+def _source(event: Mapping[str, Any]) -> str | None:
+    return _SOURCES.get(event["name"]) if event["cat"] == "load" else None
+
+
+def _operation(kind: str, url: str, number: int, traced: _Traced, hosts: Mapping[int, str]) -> TimedOperation:
+    steps = traced.steps
     ranks, first = 1 + max(rank for rank, _ in steps), min(steps.values())[0]
     named = SAVE_STEPS if kind == "save" else LOAD_STEPS if kind == "load" else ()
     present = dict.fromkeys(step for _, step in sorted(steps, key=lambda key: steps[key][0]))
@@ -71,4 +94,8 @@ def _operation(kind: str, url: str, number: int, steps: _Steps, hosts: Mapping[i
         for column, value in zip(columns, ((begin - first) / 1e6, duration / 1e6, nbytes), strict=True):
             column[step][rank] = value
     name = url.rstrip("/").rpartition("/")[2] + (f" ({number + 1})" if number else "")
-    return TimedOperation(kind, name, ranks, columns[1], columns[2], columns[0], hosts)
+    sources = {
+        source: np.array([nbytes[rank] for rank in range(ranks)], np.float64)
+        for source, nbytes in sorted(traced.sources.items())
+    }
+    return TimedOperation(kind, name, ranks, columns[1], columns[2], columns[0], hosts, sources)

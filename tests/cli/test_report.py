@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.cli import report, report_data
+from bytecheckpoint.cli import report, report_data, report_floor
 from bytecheckpoint.cli.report_data import TimedOperation
 from bytecheckpoint.cli.report_traces import trace_operations
+from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.telemetry import TraceFiles, merge_traces
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -149,6 +150,9 @@ def test_saves_and_loads_in_traces(traces: Path, tmp_path: Path, bcp_command: Ca
         assert min(min(column) for column in one["begin"].values()) == 0
         for step, column in one["seconds"].items():
             assert all(value is not None and value >= 0 for value in column), step
+    assert list(operations[0]["sources"]) == ["store"]
+    assert all(nbytes >= 4000 for nbytes in operations[0]["sources"]["store"])
+    assert operations[1]["sources"] == {}
     assert list(operations[1]["seconds"])[-3:] == ["confirm", "commit", "clean"]
     assert all(nbytes >= 4000 for nbytes in operations[1]["bytes"]["write"])
     both = bcp_command("report", traces.parent, traces, "--json").json
@@ -156,7 +160,71 @@ def test_saves_and_loads_in_traces(traces: Path, tmp_path: Path, bcp_command: Ca
     assert both["operations"] == operations, "the save in the manifest is in the traces, too"
     merged = tmp_path / "merged.json"
     merge_traces(sorted(traces.glob("rank-*.json")), merged)
-    assert bcp_command("report", merged, "--json").json["operations"] == operations
+    again = bcp_command("report", merged, "--json").json["operations"]
+    for one, other in zip(operations, again, strict=True):
+        begin = one.pop("begin")
+        for step, column in other.pop("begin").items():
+            assert column == pytest.approx(begin[step], abs=2e-5), "times of a merged trace are rounded twice"
+    assert again == operations
+
+
+def _resumed(rank: int, world_size: int, folder: str, directory: str) -> None:
+    """Rank 1 is on a machine without a tier. Both ranks load a shared tensor, and each its own."""
+    root = bcp.Location(f"{folder}/store", tier=bcp.Tier(f"{folder}/tier-{rank}"))
+    state = {"model": {"shared": torch.ones(1 << 20)}, "own": {f"w{rank}": torch.ones(1 << 20)}}
+    bcp.save(root.join("step-1"), state).uploaded()
+    if rank == 1:
+        shutil.rmtree(f"{folder}/tier-1")
+    with TraceFiles(directory):
+        bcp.load(root.join("step-1"), state, options=bcp.LoadOptions(share_reads="always"))
+
+
+def test_the_sources_of_a_resume(rank_pool: RankPool, tmp_path: Path, bcp_command: Callable[..., Any]) -> None:
+    rank_pool.run(_resumed, str(tmp_path), str(tmp_path / "traces"), world_size=2)
+    page = tmp_path / "report.html"
+    found = bcp_command("report", tmp_path / "traces", "--json", "--output", page).json
+    [load] = found["operations"]
+    sources = load["sources"]
+    assert list(sources) == ["other ranks", "store", "tier"]
+    assert sources["store"][1] >= 4 << 20, "its own tensor"
+    assert sources["tier"][1] == 0
+    assert sources["tier"][0] >= 4 << 20
+    assert sum(sources["other ranks"]) == 4 << 20, "each rank reads a half of the shared tensor"
+    [moved] = load["moved"]
+    assert moved["step"] == "read"
+    assert 12 << 20 <= moved["bytes"] < 13 << 20
+    text = page.read_text(encoding="utf-8")
+    assert "<td>other ranks</td><td class=n>4.0 MiB</td>" in text
+
+
+def test_a_floor_is_measured_below_the_root(
+    root: Path, traces: Path, tmp_path: Path, bcp_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bcp_command("report", root, "--json").json["floor"] is None
+    monkeypatch.setattr(report_floor, "_PIECE", 1 << 20)
+    monkeypatch.setattr(report_floor, "_BYTES", 20 << 20)
+    before = sorted(root.rglob("*"))
+    page = tmp_path / "page.html"
+    found = bcp_command("report", root, "--floor", "--json", "--output", page).json
+    assert sorted(found["floor"]) == ["read", "write"]
+    assert min(found["floor"].values()) > 0
+    assert sorted(root.rglob("*")) == before
+    [save] = [one for one in found["operations"] if one["name"] == "step-1"]
+    [moved] = save["moved"]
+    share = moved["bytes"] / moved["seconds"] / found["floor"]["write"]
+    text = page.read_text(encoding="utf-8")
+    assert f"<td class=n>{share:.0%}</td>" in text
+    assert "One machine writes" in text
+    assert bcp_command("report", traces, "--floor").code == 2
+
+
+@pytest.mark.parametrize("url", ["memory://floors", "missing"])
+def test_floors_of_any_store(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_floor, "_PIECE", 1 << 10)
+    monkeypatch.setattr(report_floor, "_BYTES", 10 << 10)
+    backend = open_backend(url if "://" in url else tmp_path / url)
+    assert min(report_floor.measure_floor(backend).values()) > 0
+    assert list(backend.list()) == []
 
 
 def test_a_rank_that_was_killed_has_no_later_steps(traces: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,11 @@ def test_a_click_on_a_group_shows_its_ranks(browser: Browser) -> None:
 
 
 def test_the_keyboard_chooses_another_save(browser: Browser) -> None:
-    visible = "[...document.querySelectorAll('.slowest')].filter(one => !one.hidden).map(one => one.innerText)"
+    visible = "[...document.querySelectorAll('.tables')].filter(one => !one.hidden).map(one => one.innerText)"
     title = "document.getElementById('timeline-title').textContent"
     [text] = browser.evaluate(visible)
     assert text.startswith("load of step-6000")
+    assert re.search(r"tier\t[\d.]+ GiB\t88%\t114\t", text), "where the bytes came from"
     assert browser.evaluate(title) == "Timeline"
     browser.evaluate("document.getElementById('operation').focus()")
     for _ in range(2):
@@ -110,6 +112,12 @@ def test_colors_by_bytes_and_over_the_median(browser: Browser) -> None:
     assert seconds[write, 0] > 2 * seconds[write, 1], "rank 43 is in the first group"
     assert 0 < over[write, 0] < seconds[write, 0]
     assert {at for at, _ in cells("bytes")} == {write}
+    _choose(browser, "operation", 0)
+    read, store, tier = 4, 7, 8
+    assert _option(browser, "heat-chart", "xAxis[0].data")[store:] == ["from store", "from tier"]
+    found = cells("bytes")
+    assert {at for at, _ in found} == {read, store, tier}
+    assert (found[store, 0], found[store, 2], found[tier, 2]) == (4e8, 0, 4e8), "the first ranks have no tier"
 
 
 def test_the_timeline_zooms(browser: Browser) -> None:

@@ -339,6 +339,8 @@ def test_a_load_reads_what_is_near(places: Places, monkeypatch: pytest.MonkeyPat
     check(loaded, 1.0)
     assert set(opened) == {str(places.staged())}
     assert report.notes == []
+    assert "read" not in report.timings.work
+    assert report.timings.work["read tier"].nbytes >= loaded["model"]["weight"].nbytes
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -349,6 +351,19 @@ def test_what_is_not_near_is_read_from_the_store(places: Places, verify: bool) -
     loaded, report = places.load(options=bcp.LoadOptions(verify=verify))
     check(loaded, 1.0)
     assert [note for note in report.notes if "were read from the store" in note]
+    assert "read tier" not in report.timings.work
+    assert report.timings.work["read"].nbytes >= loaded["model"]["weight"].nbytes
+
+
+def test_unchanged_bytes_that_are_not_near_count_as_those_of_the_store(places: Places) -> None:
+    """An incremental checkpoint has files near, which refer to files of an older one that are not."""
+    incremental = bcp.SaveOptions(base="auto")
+    bcp.save(places.path(), state(1.0), options=incremental)
+    changed = state(1.0)
+    changed["model"]["bias"][0] = 7
+    bcp.save(places.root.join("step-2"), changed, options=incremental).uploaded(WAIT_S)
+    _, report = places.load("step-2")
+    assert report.timings.work["read"].nbytes >= changed["model"]["weight"].nbytes
 
 
 @pytest.mark.parametrize("options", [{}, {"codec": "zstd"}], ids=str)

@@ -113,6 +113,7 @@ function drawCheckpoints() {
   draw("time-chart", color => overTime(color, seconds, undefined, [
     { name: "until the commit", type: "line", symbolSize: 6, itemStyle: { color: color("written") }, data: saved.map(one => one.seconds) },
     { name: "training waited", type: "line", symbolSize: 6, itemStyle: { color: color("slow") }, data: saved.map(one => one.stall) },
+    ...data.floor ? [{ name: "one machine at best", type: "line", symbol: "none", lineStyle: { type: "dashed" }, itemStyle: { color: color("muted") }, data: saved.map(one => one.bytes / data.floor.write) }] : [],
   ]));
 }
 
@@ -139,7 +140,7 @@ function selectOperation() {
   }
   $("measure").options[2].disabled = !Object.keys(operation.bytes).length;
   if ($("measure").options[2].disabled && $("measure").value === "bytes") $("measure").value = "seconds";
-  document.querySelectorAll(".slowest").forEach((one, at) => { one.hidden = at !== Number($("operation").value); });
+  document.querySelectorAll(".tables").forEach((one, at) => { one.hidden = at !== Number($("operation").value); });
   drawOperation();
 }
 
@@ -162,10 +163,13 @@ function hostName(rank) {
   return host ? ` on ${host}` : "";
 }
 
-/** The value that decides the color, of a rank in a step; null if it has none. */
+/** The columns of the heat map: the steps, and for bytes also where those of a load came from. */
+const columns = () => $("measure").value === "bytes" ? [...steps, ...Object.keys(operation.sources).map(source => `from ${source}`)] : steps;
+
+/** The value that decides the color, of a rank in a column; null if it has none. */
 function measured(rank, at) {
   const measure = $("measure").value;
-  if (measure === "bytes") return operation.bytes[steps[at]]?.[rank] ?? null;
+  if (measure === "bytes") return (operation.bytes[steps[at]] ?? Object.values(operation.sources)[at - steps.length])?.[rank] ?? null;
   const value = operation.seconds[steps[at]][rank];
   return value === null || measure === "seconds" ? value : Math.max(0, value - operation.medians[at]);
 }
@@ -184,9 +188,9 @@ function drawOperation() {
   const shown = rows(), isGrouped = shown.some(ranks => ranks.length > 1);
   const names = shown.map(rowName), unit = $("measure").value === "bytes" ? bytes : seconds;
   const height = Math.max(180, shown.length * (shown.length > 16 ? ROW : 22) + 90);
-  const cells = [], bars = [];
+  const cells = [], bars = [], titles = columns();
   shown.forEach((ranks, row) => {
-    steps.forEach((_, at) => {
+    titles.forEach((_, at) => {
       let most = null, rank = ranks[0];
       for (const one of ranks) {
         const value = measured(one, at);
@@ -219,11 +223,11 @@ function drawOperation() {
       drawOperation();
     }
   };
-  const isNarrow = $("heat-chart").clientWidth < 80 + 58 * steps.length, top = isNarrow ? 60 : 30;
+  const isNarrow = $("heat-chart").clientWidth < 80 + 58 * titles.length, top = isNarrow ? 60 : 30;
   const most = Math.max(...cells.filter(cell => cell.itemStyle.opacity === 1).map(cell => cell.value[2]), 1e-9);
   const heat = draw("heat-chart", color => ({
     grid: { left: 70, right: isNarrow ? 28 : 12, top, bottom: 62 },
-    xAxis: { type: "category", data: steps, position: "top", ...axis(color), axisLabel: { color: color("muted"), interval: 0, fontSize: 11, rotate: isNarrow ? 45 : 0 } },
+    xAxis: { type: "category", data: titles, position: "top", ...axis(color), axisLabel: { color: color("muted"), interval: 0, fontSize: 11, rotate: isNarrow ? 45 : 0 } },
     yAxis: yAxis(color),
     visualMap: {
       min: 0, max: most, calculable: false, orient: "horizontal", left: "center", bottom: 0, itemHeight: 140, itemWidth: 12,
@@ -231,8 +235,8 @@ function drawOperation() {
       inRange: { color: [color("heat-low"), color("heat-mid"), color("heat-high")] },
     },
     tooltip: { formatter: ({ value: [at, row, value, rank] }) => {
-      const whole = operation.seconds[steps[at]][rank];
-      return `${rowTitle(shown[row])}: ${steps[at]}\n${unit(value)}${isGrouped ? ` in rank ${rank}, the most` : ""}${hostName(rank)}\n${seconds(whole)}, median ${seconds(operation.medians[at])}`;
+      const took = operation.seconds[steps[at]]?.[rank], time = took === undefined ? "" : `\n${seconds(took)}, median ${seconds(operation.medians[at])}`;
+      return `${rowTitle(shown[row])}: ${titles[at]}\n${unit(value)}${isGrouped ? ` in rank ${rank}, the most` : ""}${hostName(rank)}${time}`;
     } },
     series: [{ type: "heatmap", progressive: 0, data: cells, itemStyle: { borderColor: color("card"), borderWidth: 1 }, emphasis: { itemStyle: { borderColor: color("text") } } }],
   }), height);

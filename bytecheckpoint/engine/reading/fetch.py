@@ -149,7 +149,7 @@ class _FileReads:
     def _end_read(self, begin: float, nbytes: int) -> float:
         """Record a read that started at ``begin``; return the current time."""
         end = perf_counter()
-        self._timings.record_work("read", begin, end - begin, nbytes)
+        self._timings.record_work("read tier" if self._opened.is_near else "read", begin, end - begin, nbytes)
         return end
 
     def _end_delivery(self, begin: float, nbytes: int) -> None:

@@ -44,6 +44,7 @@ class FrameReader(ObjectReader):
         self._checksums = source.manifest.frame_checksums
         self._first, self._begin = rows.start, files.frames.begin[rows]
         self._references: dict[int, ObjectReader] = {}
+        self.is_near = opened.is_near
 
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Fill ``buffers`` with decoded bytes. Raises ``CorruptionError``, and ``StorageError`` if the store fails."""
@@ -112,6 +113,7 @@ class FrameReader(ObjectReader):
         if source not in self._references:
             try:
                 self._references[source] = self._source.open_source(source)
+                self.is_near &= self._references[source].is_near
             except StorageError as error:
                 place = self._source.frame_place(self._file, frame)
                 raise self._source.read_error(self._file, *place, error, source=source) from error
