@@ -159,7 +159,7 @@ def _holds(target: StorageBackend, attempt: str) -> bool:
     return True
 
 
-def end_uploads(target: StorageBackend, done: Journal | Progress) -> None:
+def end_uploads(target: StorageBackend, done: Progress) -> None:
     """End the uploads of a transfer, whose files are not complete. Logs a failure and never raises."""
     for key, upload in done.uploads.items():
         try:
@@ -168,7 +168,7 @@ def end_uploads(target: StorageBackend, done: Journal | Progress) -> None:
             _log.warning("%s/%s: cannot end its upload, which may cost money: %s", target.display_url, key, error)
 
 
-def _discard(target: StorageBackend, attempt: str, done: Journal | Progress | None) -> None:
+def _discard(target: StorageBackend, attempt: str, done: Progress | None) -> None:
     """Remove what a copy has written, unless it is committed. Logs a failure and never raises."""
     if done is not None:
         end_uploads(target, done)

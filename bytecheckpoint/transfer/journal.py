@@ -78,13 +78,37 @@ class FileUpload:
     tags: dict[int, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Progress:
-    """What a transfer has done; the attributes are those of ``Journal``."""
+    """What a transfer has done.
 
-    attempt: str
-    uploads: dict[str, FileUpload]
-    stored: set[str]
+    Attributes:
+        attempt: The attempt that a copy makes of the checkpoint at the target; empty if there is none yet.
+        uploads: The uploads of files that are not complete, by key.
+        stored: The keys of complete files.
+        is_committed: Whether the local copy was committed after the journal was begun.
+    """
+
+    attempt: str = ""
+    uploads: dict[str, FileUpload] = field(default_factory=dict)
+    stored: set[str] = field(default_factory=set)
+    is_committed: bool = False
+
+    def apply(self, record: list[Any]) -> None:
+        """Add what a record of a journal says; one of an unknown kind says nothing."""
+        match record:
+            case ["file", str(key), int(size), str(token), int(part_bytes)] if part_bytes > 0:
+                self.stored.discard(key)
+                self.uploads[key] = FileUpload(size, token, part_bytes)
+            case ["part", str(key), int(number), str(tag)] if key in self.uploads:
+                self.uploads[key].tags[number] = tag
+            case ["stored", str(key)]:
+                self.uploads.pop(key, None)
+                self.stored.add(key)
+            case ["committed"]:
+                self.is_committed = True
+            case ["attempt", str(name)]:
+                self.attempt = name
 
 
 def _journal_path(directory: str, head: JournalHead) -> str:
@@ -158,14 +182,10 @@ def _walk(root: str) -> Iterator[tuple[str, JournalHead | None]]:
                 yield os.path.join(directory, name), _read_head(os.path.join(directory, name))
 
 
-class Journal:
+class Journal(Progress):
     """An open journal, locked against other processes. Thread-safe.
 
     Attributes:
-        uploads: The uploads of files that are not complete, by key.
-        stored: The keys of complete files.
-        attempt: The attempt that a copy makes of the checkpoint at the target; empty if there is none yet.
-        is_committed: Whether the local copy was committed after the journal was begun.
         outdated: What the journal held about another checkpoint, if the one at its side was replaced; else None.
     """
 
@@ -174,12 +194,9 @@ class Journal:
 
         Raises ``UsageError`` if another process has it open, and ``StorageError`` if the file cannot be written.
         """
+        super().__init__()
         self._path = path = _journal_path(directory, head)
         self._lock = threading.Lock()
-        self.uploads: dict[str, FileUpload] = {}
-        self.stored: set[str] = set()
-        self.attempt = ""
-        self.is_committed = False
         self.outdated: Progress | None = None
         try:
             os.makedirs(directory, 0o700 if head.direction == "between" else 0o777, exist_ok=True)
@@ -218,15 +235,13 @@ class Journal:
         with open(self._path, "rb") as file:
             found = list(_records(file.read(_MAX_JOURNAL)))
         known = _head(found[0][0]) if found else None
-        if known is not None:
-            for record, _ in found[1:]:
-                self._apply(record)
+        if known not in (None, head):
+            self.outdated = Progress()
+        for record, _ in found[1:] if known is not None else ():
+            (self.outdated or self).apply(record)
         if known == head:
             os.ftruncate(self._fd, found[-1][1])
             return
-        if known is not None:
-            self.outdated = Progress(self.attempt, self.uploads, self.stored)
-            self.attempt, self.uploads, self.stored, self.is_committed = "", {}, set(), False
         os.ftruncate(self._fd, 0)
         first = ["transfer", _VERSION, head.direction, head.url, head.attempt, head.rank, head.source]
         try:
@@ -238,28 +253,22 @@ class Journal:
     def begin(self, key: str, upload: FileUpload) -> None:
         """Record a new upload. It is durable on return: a lost record would hide the upload, which costs money."""
         self._append(["file", key, upload.size, upload.token, upload.part_bytes], durable=True)
-        self.uploads[key] = upload
 
     def add_part(self, key: str, number: int, tag: str) -> None:
         """Record that the store has a part."""
         self._append(["part", key, number, tag])
-        self.uploads[key].tags[number] = tag
 
     def add_stored(self, key: str) -> None:
         """Record that a file is complete."""
         self._append(["stored", key])
-        self.uploads.pop(key, None)
-        self.stored.add(key)
 
     def begin_attempt(self, attempt: str) -> None:
         """Record the attempt of a copy, before its first file is written."""
         self._append(["attempt", attempt], durable=True)
-        self.attempt = attempt
 
     def add_committed(self) -> None:
         """Record that the checkpoint is committed in the journal's folder."""
         self._append(["committed"])
-        self.is_committed = True
 
     def forget(self, key: str) -> None:
         """Forget what is known of a file. The next ``begin`` records it."""
@@ -288,21 +297,7 @@ class Journal:
                     os.fdatasync(self._fd)
             except OSError as error:
                 raise StorageError(f"cannot write the journal {self._path}: {error.strerror}") from error
-
-    def _apply(self, record: list[Any]) -> None:
-        match record:
-            case ["file", str(key), int(size), str(token), int(part_bytes)] if part_bytes > 0:
-                self.stored.discard(key)
-                self.uploads[key] = FileUpload(size, token, part_bytes)
-            case ["part", str(key), int(number), str(tag)] if key in self.uploads:
-                self.uploads[key].tags[number] = tag
-            case ["stored", str(key)]:
-                self.uploads.pop(key, None)
-                self.stored.add(key)
-            case ["committed"]:
-                self.is_committed = True
-            case ["attempt", str(name)]:
-                self.attempt = name
+            self.apply(record)
 
 
 def _records(data: bytes) -> Iterator[tuple[list[Any], int]]:
