@@ -106,10 +106,11 @@ def _peers(results: Path) -> list[str]:
     return [
         "## Other systems\n",
         *textwrap.wrap(
-            "The systems above and those that need separate environments take turns, in one process each, on GPT-2 "
-            "124M with Adam (1.49 GB). Each is configured as its documentation advises. Orbax is made for JAX and has "
-            "no support of PyTorch tensors: it saves NumPy arrays in the memory of the tensors, which it copies before "
-            "the call of an asynchronous save returns, and a load copies the arrays that it restores into the tensors. "
+            "The systems above and those that need separate environments take turns, in one process each. Each is "
+            "configured as its documentation advises. Orbax is made for JAX and has no support of PyTorch tensors: it "
+            "saves NumPy arrays in the memory of the tensors, which it copies before the call of an asynchronous save "
+            "returns, and a load copies the arrays that it restores into the tensors. Stalls of one system differ by a "
+            "factor of up to seven between rounds, as the samples show. "
             f"Versions: {_versions(document)}. All samples are in [peers.json](../benchmarks/results/peers.json).",
             118,
         ),

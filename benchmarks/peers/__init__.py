@@ -40,7 +40,7 @@ ENTRIES: dict[str, Entry] = {
         Entry("bytecheckpoint gated", "library:Gated", parts=_SAVE, note="the copy overlaps with the training step"),
         Entry("bytecheckpoint unverified", "library:Library", {"verify": False}, parts=_LOAD, note="no checksums"),
         Entry("DCP", "dcp:Dcp"),
-        Entry("DCP 4 threads", "dcp:Dcp", {"threads": 4}, parts=_SAVE),
+        Entry("DCP 4 threads", "dcp:Dcp", {"threads": 4}),
         Entry("DCP async thread", "dcp:DcpAsync", parts=_SAVE),
         Entry(
             "DCP async thread, kept stager",
