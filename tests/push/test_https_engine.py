@@ -15,7 +15,6 @@ from certificates import server_context
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push import HttpEngine
 from bytecheckpoint.inference.push.engines.vllm import engine_at
-from bytecheckpoint.inference.push.guard import _resume, tls_of
 from bytecheckpoint.inference.push.leases import PauseLease
 from bytecheckpoint.testing import time_limit
 
@@ -75,15 +74,3 @@ def test_a_worker_that_must_resume_its_engine(server: str, certificate: Path) ->
     unverified = ssl.create_default_context()
     unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
     assert _unreachable(HttpEngine(server, token="right", ssl_context=unverified)) == ""
-
-
-def test_the_guard_of_an_engine_without_this_library(
-    server: str, certificate: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    trusting = ssl.create_default_context(cafile=str(certificate))
-    tls = json.loads(json.dumps(tls_of(trusting)))
-    for known, fault in ((tls, ""), (None, "CERTIFICATE_VERIFY_FAILED")):
-        _resume(known, f"{server}/resume", {"Authorization": "Bearer right"})
-        printed = capfd.readouterr().err
-        assert fault in printed
-        assert bool(printed) == bool(fault)

@@ -11,7 +11,6 @@ from toy_engine import toy_engine
 
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push import HttpEngine
-from bytecheckpoint.inference.push.guard import _resume
 from bytecheckpoint.testing import time_limit
 
 
@@ -53,9 +52,3 @@ def test_an_engine_that_has_answered_before() -> None:
     killed = rf"^{started.url} has ended: its server or one of its workers was killed or failed, and its log has the"
     with pytest.raises(EngineError, match=killed):
         engine.resume(None, time_limit(10), changed=False)
-
-
-def test_the_guard_process_goes_on(url: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """It may have a fault to report."""
-    _resume(None, f"{url}/resume", {})
-    assert f"{url}/resume failed: BadStatusLine('unreadable" in capfd.readouterr().err

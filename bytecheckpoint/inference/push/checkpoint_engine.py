@@ -3,13 +3,13 @@
 Such workers request no parts of tensors, offer no memory and verify nothing. Rank 0 therefore runs the receiver of the
 engine in its own process. To the senders, the engine has one worker, which requests every tensor completely. It passes
 them on in memory that rank 0 shares with the workers, in two buckets: the sender fills one while the workers load the
-other. Rank 0 has no lease on the engine; when rank 0 is killed, a guard process on its host ends the pause. The buckets
-on GPUs have run on one GPU.
+other. There is no lease on the engine: one whose sender is killed stays paused until the next push, and must be
+restarted where an update was under way, because its workers then wait for the next message. The buckets on GPUs have
+run on one GPU.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import ssl
@@ -29,7 +29,6 @@ from .engine_model import EngineModel
 from .engines.base import split_target
 from .engines.rpc import PauseMode
 from .engines.vllm import HttpEngine
-from .guard import ExitGuard
 from .messages import decode
 from .receiver import Receiver
 from .transports.cuda_ipc import GPU_PREFIX, visible_gpus
@@ -58,8 +57,7 @@ class IpcEngine(HttpEngine):
         pause: What happens to running requests; see ``HttpEngine``.
         headers: Sent with every request, for a proxy that authenticates.
         token: Sent as ``Authorization: Bearer``.
-        ssl_context: Verifies a server with https. The guard process gets its certificates of authorities, but not a
-            client's.
+        ssl_context: Verifies a server with https.
 
     Raises:
         UsageError: No device is named, or one is named twice.
@@ -92,10 +90,6 @@ class IpcEngine(HttpEngine):
         self._receiver = Receiver(self._model, logging.DEBUG)  # this process raises failures as well
         self._pending: Future[str] | None = None
 
-    @functools.cached_property
-    def guard(self) -> ExitGuard:
-        return ExitGuard(self._tls)
-
     def call(self, request: str, timeout_s: float) -> list[str]:
         end = time.monotonic() + timeout_s
         target, _ = split_target(request)
@@ -118,18 +112,6 @@ class IpcEngine(HttpEngine):
     def note_pause(self, timeout_s: float, *, left_paused: bool) -> None:
         return  # only workers with a receiver know whether a push has left an engine paused
 
-    def pause(self, timeout_s: float) -> None:
-        self.resume_on_exit()
-        super().pause(timeout_s)
-
-    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        super().resume(version, timeout_s, changed=changed)
-        self.guard.keep(resume=None, fault="")
-
-    def resume_on_exit(self) -> None:
-        """Make the guard end the pause if this process is killed. Call it while the engine serves one version."""
-        self.guard.keep(resume=(f"{self.name}/resume", self._headers), fault="")
-
     def run_update(self, names: Mapping[str, str]) -> None:
         """Make the workers connect to sockets. Returns when they have ended the update.
 
@@ -145,9 +127,6 @@ class IpcEngine(HttpEngine):
 
     def close(self) -> None:
         self._receiver.close()
-        if "guard" in vars(self) and not self._model.is_busy:
-            self.guard.close()
-            del self.guard
 
 
 class _WholeModel(EngineModel):
@@ -159,11 +138,6 @@ class _WholeModel(EngineModel):
         self._engine, self._devices, self._bucket_bytes = engine, devices, bucket_bytes
         self._last: Update | None = None
         self.patience_s = self.end = 0.0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the engine still handles an update, which needs the guard."""
-        return self._last is not None and not self._last.join(0)
 
     def make(self) -> nn.Module:
         return nn.Module()
@@ -187,15 +161,12 @@ class _WholeModel(EngineModel):
                 f"no memory for two buckets of {nbytes:,} bytes on {', '.join(self._devices)} and on the host; the "
                 f"engine must leave that much, or pass IpcEngine smaller bucket_bytes ({error})"
             ) from error
-        guard = self._engine.guard
         try:
             self._last = update = Update(
-                self._engine.name, self._engine.run_update, self._devices, guard, self.patience_s, self.end
+                self._engine.name, self._engine.run_update, self._devices, self.patience_s, self.end
             )
             try:
                 update.begin(buckets.handles)
-                fault = f"{self._engine.name} has a part of a version and is left paused; push again, or restart it"
-                guard.keep(resume=None, fault=fault)  # from here on
                 self._send(named, buckets, update)
                 update.send(None)  # the workers release the memory
                 update.wait()
@@ -203,7 +174,6 @@ class _WholeModel(EngineModel):
                 update.send(None)  # the workers post-process their weights
                 update.wait()
                 error_text = update.finish()
-                self._engine.resume_on_exit()
                 if error_text:
                     # After an earlier exception of a worker, vLLM uses late answers as those of this request.
                     _log.warning("push: all workers have loaded the weights, but %s", error_text)

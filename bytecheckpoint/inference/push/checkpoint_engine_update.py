@@ -24,7 +24,6 @@ import torch
 from ...errors import BytecheckpointError, DeadlineError, EngineError, StateError
 from ...runtime.threads import run_daemon
 from ...version import install_command
-from .guard import ExitGuard
 
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 """A worker gets the memory of both buckets, as one tensor of bytes, by calling the function with the arguments."""
@@ -53,7 +52,6 @@ class _Worker:
     """``has_begun`` when the worker got its handle; ``owes_answer`` while a message is unanswered."""
 
     device: str
-    name: str
     socket: Any
     has_begun: bool = False
     owes_answer: bool = False
@@ -67,8 +65,8 @@ class Update:
     """One update of ``engine``, for one thread. It ends by ``finish`` or ``give_up``.
 
     ``request`` makes the workers connect to sockets, by device, and returns when the engine reports the end. Each
-    answer may take ``patience_s``, and no wait lasts beyond ``end`` (of ``time.monotonic()``). ``guard`` releases the
-    workers if this process is killed. Another update of the same engine must not begin before ``join`` returns True.
+    answer may take ``patience_s``, and no wait lasts beyond ``end`` (of ``time.monotonic()``). Another update of the
+    same engine must not begin before ``join`` returns True.
     """
 
     def __init__(
@@ -76,22 +74,18 @@ class Update:
         engine: str,
         request: Callable[[Mapping[str, str]], None],
         devices: Sequence[str],
-        guard: ExitGuard,
         patience_s: float,
         end: float,
     ) -> None:
         self._zmq = zeromq()
-        self._engine, self._guard, self._patience_s, self._end = engine, guard, patience_s, end
+        self._engine, self._patience_s, self._end = engine, patience_s, end
         self._context = self._zmq.Context()
         # The names are secret: a process that has one can connect to it, and a worker executes what it receives.
         names = {device: f"ipc://@bcp-{secrets.token_hex(16)}" for device in devices}
         # DEALER behaves like REQ, but can also send to a worker that owes an answer.
-        self._workers = [
-            _Worker(device, name, self._context.socket(self._zmq.DEALER)) for device, name in names.items()
-        ]
+        self._workers = [_Worker(device, self._context.socket(self._zmq.DEALER)) for device in names]
         for worker in self._workers:
-            worker.socket.bind(worker.name)
-        self._set_guard(self._workers)
+            worker.socket.bind(names[worker.device])
         self._request = run_daemon(lambda: request(names), "bcp-push-update")
         self._releasing: Future[None] | None = None
         self._unexplained: EngineError | None = None
@@ -101,17 +95,9 @@ class Update:
         running = [self._request] if self._releasing is None else [self._request, self._releasing]
         return not wait(running, max(timeout_s, 0.0)).not_done
 
-    def _set_guard(self, workers: Sequence[_Worker]) -> None:
-        messages = {one.name: [pickle.dumps(message).hex() for message in one.last_messages] for one in workers}
-        self._guard.keep(messages=messages)
-
     def begin(self, handles: Sequence[Handle]) -> None:
         """Wait for all workers, and send each its handle."""
-        self._meet()
-        self._send_each(handles)
-        self._set_guard(self._workers)
 
-    def _meet(self) -> None:
         def has_connected(worker: _Worker) -> bool:
             has_ended = self._request.done()
             if worker.socket.poll(0, self._zmq.POLLOUT):
@@ -122,6 +108,7 @@ class Update:
 
         late = "did not begin an update within", "is the engine busy, or stopped, or on another host?"
         self._repeat(has_connected, self._zmq.POLLOUT, *late)
+        self._send_each(handles)
 
     def _repeat(self, step: Callable[[_Worker], bool], event: int, late: str, hint: str) -> None:
         """Repeat a step for each worker until it returns True, at least when there is this event. Raises
@@ -178,7 +165,6 @@ class Update:
                 for message in worker.last_messages:
                     self._send(worker, message)
                 left.remove(worker)
-                self._set_guard(left)
             if has_ended:
                 break
             wait([self._request], _POLL_S)
@@ -188,7 +174,6 @@ class Update:
         for worker in self._workers:
             worker.socket.close(linger_ms)
         self._context.term()
-        self._guard.keep(messages={})
 
     def _answer(self) -> str:
         """Return what the engine reports about the update."""

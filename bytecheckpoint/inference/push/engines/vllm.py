@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from ....errors import DeadlineError, EngineError, UsageError
-from ..guard import tls_context, tls_of
 from .base import Engine, TargetEngine
 from .rpc import METHOD, CollectiveRpc, MissingMethod, PauseMode
 
@@ -192,3 +191,23 @@ def server_at(address: Mapping[str, Any]) -> HttpEngine:
     engine = HttpEngine(address["url"], pause=address["pause"], headers=address["headers"], ssl_context=tls)
     engine.stays_paused = address["stays_paused"]
     return engine
+
+
+def tls_of(context: ssl.SSLContext | None) -> dict[str, Any] | None:
+    """Return what another process needs to verify the same servers, as plain data. A client's certificate is not part
+    of it."""
+    if context is None:
+        return None
+    certificates = "".join(map(ssl.DER_cert_to_PEM_cert, context.get_ca_certs(binary_form=True)))
+    checks = {"verify": context.verify_mode != ssl.CERT_NONE, "check_hostname": context.check_hostname}
+    return {"certificates": certificates, **checks}
+
+
+def tls_context(tls: Mapping[str, Any] | None) -> ssl.SSLContext | None:
+    """Return a context made of a result of ``tls_of``."""
+    if tls is None:
+        return None
+    context = ssl.create_default_context(cadata=tls["certificates"] or None)
+    context.check_hostname = tls["check_hostname"]
+    context.verify_mode = ssl.CERT_REQUIRED if tls["verify"] else ssl.CERT_NONE
+    return context
