@@ -137,7 +137,7 @@ class Replay:
     def __init__(self, layers: Mapping[str, LayerFills], others: Collection[str], layout: Layout) -> None:
         self.others = others
         self.copies = {
-            layer: {name: _joined(_copies(fills, layout)) for name, fills in tensors.items()}
+            layer: {name: _joined(list(_copies(fills, layout))) for name, fills in tensors.items()}
             for layer, tensors in layers.items()
         }
 
@@ -159,42 +159,18 @@ def _copies(fills: Iterable[Fill], layout: Layout) -> Iterator[StridedCopy]:
             strides = row_major_strides(held.lengths)
             source = layout.offsets[number] // requested.dtype.itemsize + _at(common.relative_to(held), strides)
             target = fill.offset + _at(common.relative_to(fill.box), fill.strides)
-            yield StridedCopy(dtype, source, target, _merged(common.lengths, strides, fill.strides))
+            yield StridedCopy(dtype, source, target, tuple(map(_Dimension, common.lengths, strides, fill.strides)))
 
 
 def _at(box: Box, strides: Sequence[int]) -> int:
     return sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
 
 
-def _merged(lengths: Sequence[int], source: Sequence[int], target: Sequence[int]) -> tuple[_Dimension, ...]:
-    """Return the dimensions, those joined that are one run of elements on both sides."""
-    found: list[_Dimension] = []
-    for one in map(_Dimension, lengths, source, target):
-        last = found[-1] if found else None
-        if one.size == 1:
-            continue
-        if last and (last.source, last.target) == (one.size * one.source, one.size * one.target):
-            found[-1] = _Dimension(last.size * one.size, one.source, one.target)
-        else:
-            found.append(one)
-    return tuple(found) or (_Dimension(1, 1, 1),)
-
-
-def _joined(copies: Iterable[StridedCopy]) -> list[StridedCopy]:
-    """Join copies that continue each other, then those at equal distances, then these again."""
-    found: list[StridedCopy] = []
-    for copy in copies:
-        last = found[-1] if found else None
-        if last and last.dtype == copy.dtype and len(last.dimensions) == len(copy.dimensions) == 1:
-            (size, *strides), (more, *others) = last.dimensions[0], copy.dimensions[0]
-            distances = copy.source - last.source, copy.target - last.target
-            if strides == others == [1, 1] and distances == (size, size):
-                found[-1] = StridedCopy(last.dtype, last.source, last.target, (_Dimension(size + more, 1, 1),))
-                continue
-        found.append(copy)
-    while len(stacked := list(_stacked(found))) < len(found):
-        found = stacked
-    return found
+def _joined(copies: list[StridedCopy]) -> list[StridedCopy]:
+    """Join copies at equal distances, then these again."""
+    while len(stacked := list(_stacked(copies))) < len(copies):
+        copies = stacked
+    return copies
 
 
 def _stacked(copies: Sequence[StridedCopy]) -> Iterator[StridedCopy]:
