@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgpack
@@ -16,7 +15,7 @@ from toy_blocks import reference
 
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.inference.layouts.hub_names import scale_name
-from bytecheckpoint.inference.layouts.parts import TensorBox
+from bytecheckpoint.inference.layouts.parts import TensorBox, torch_dtype_of
 from bytecheckpoint.inference.push.block_quantization import (
     QUANTIZED,
     SCALE,
@@ -36,7 +35,6 @@ from bytecheckpoint.inference.push.sources import PushSource
 from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.metadata import BasicMeta
-from bytecheckpoint.tensors.shards import torch_dtype
 
 WIDE = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -137,30 +135,29 @@ def test_any_sharding_gives_the_same_bits_as_one_process(
     parts = [[*(TensorBox("w", shape, box, QUANTIZED) for box in of_worker), scales] for of_worker in requested]
     owned = holdings_of_blocks(holdings, by_name, len(senders))
     exchange = plan_exchange(owned, senders[0].table, by_name, len(senders))
-    plan = plan_push(parts, owned, len(senders), chunk_bytes=chunk_bytes, blocks=by_name)
+    plan = plan_push(parts, owned, len(senders), chunk_bytes=chunk_bytes)
 
     quantizers = [Quantizer(s, pack_task(by_name, exchange, number)) for number, s in enumerate(senders)]
-    received = exchange.merge([one.partial_maxima() for one in quantizers])
+    received = [one.partial_maxima() for one in quantizers]
+    if exchange.split:
+        received = exchange.merge(received)
     made = torch.zeros(shape, dtype=torch.uint8), torch.full(grid, -1.0)
-    with ThreadPoolExecutor(2) as threads:
-        for one, sender, merged, writes in zip(quantizers, senders, received, plan.writes, strict=True):
-            one.set_maxima(merged)
-            for batch in (writes[: len(writes) // 2], writes[len(writes) // 2 :]):
-                fetches = one.fetches(batch)
-                fetched = sender.fetch([(fetch.name, fetch.box) for fetch in fetches])
-                for write, elements in zip(batch, one.elements(batch, fetches, fetched, threads), strict=True):
-                    out = torch.empty(write.box.lengths, dtype=torch_dtype(BasicMeta(write.dtype, ())))
-                    one.fill(out, elements, write)
-                    target = made[write.name != "w"][write.box.slices()]
-                    target.copy_(out.view(target.dtype))
+    for one, merged, writes in zip(quantizers, received, plan.writes, strict=True):
+        one.set_maxima(merged)
+        for batch in (writes[: len(writes) // 2], writes[len(writes) // 2 :]):
+            for write, elements in zip(batch, one.fetch(batch), strict=True):
+                out = torch.empty(write.box.lengths, dtype=torch_dtype_of(write.dtype))
+                one.fill(out, elements, write)
+                target = made[write.name != "w"][write.box.slices()]
+                target.copy_(out.view(target.dtype))
     quantized, expected = reference(tensor, blocks)
     assert torch.equal(made[0], quantized.view(torch.uint8))
     assert torch.equal(made[1], expected)
     if all(of_sender == [Box.whole(shape)] for of_sender in boxes):
-        assert not exchange.grids
+        assert not exchange.split
 
 
-def test_only_tensors_with_split_blocks_are_exchanged() -> None:
+def test_who_finds_which_maxima() -> None:
     """384 rows on two senders, split at row 200, which is inside of a block; and 256 rows, split between blocks."""
     table = Table((("w", BasicMeta(DTYPES["bfloat16"], (384, 512))), ("v", BasicMeta(DTYPES["bfloat16"], (256, 512)))))
     held = {
@@ -168,48 +165,23 @@ def test_only_tensors_with_split_blocks_are_exchanged() -> None:
         "v": [Holding(Box((0, 0), (128, 512)), (0,)), Holding(Box((128, 0), (128, 512)), (1,))],
     }
     exchange = plan_exchange(held, table, {"w": (128, 128), "v": (128, 128)}, 2)
-    assert exchange.grids == {"w": (3, 4)}
+    assert exchange.split == {"w"}
     assert [[(name, grid) for name, grid, _ in of_sender] for of_sender in exchange.boxes] == [
-        [("w", Box((0, 0), (2, 4)))],
-        [("w", Box((1, 0), (2, 4)))],
+        [("w", Box((0, 0), (2, 4))), ("v", Box((0, 0), (1, 4)))],
+        [("w", Box((1, 0), (2, 4))), ("v", Box((1, 0), (1, 4)))],
     ]
-    assert not plan_exchange(held, table, {"v": (128, 128)}, 2).grids
+    assert not plan_exchange(held, table, {"v": (128, 128)}, 2).split
 
 
-def test_each_maximum_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks end where blocks end, and scales reuse the maxima of the weights' chunks."""
-    looked: list[int] = []
-
-    def counting(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-        looked.append(tensor.numel())
-        return maxima_of(tensor, *args)
-
-    monkeypatch.setattr("bytecheckpoint.inference.push.quantizer.maxima_of", counting)
+def test_maxima_are_found_in_runs_of_complete_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bytecheckpoint.inference.push.quantizer._RUN_ELEMENTS", 200 * 384)
     tensor, blocks = torch.randn(1000, 384), (128, 128)
     sender = _Sender(tensor, [Box.whole((1000, 384))])
-    held = holdings_of_blocks({"w": [Holding(Box.whole((1000, 384)), (0,))]}, {"w": blocks}, 1)
-    parts = [
-        [
-            TensorBox("w", (1000, 384), Box((0, at), (1000, columns)), QUANTIZED),
-            TensorBox("w_scale_inv", (8, 3), Box((0, 0), (8, 3)), SCALE),
-        ]
-        for at, columns in ((0, 256), (256, 128))
-    ]
-    plan = plan_push(parts, held, 1, chunk_bytes=200 * 256, blocks={"w": blocks})
-    writes = sorted(plan.writes[0], key=lambda write: write.name != "w")
-    assert len(writes) > 8
-    exchange = plan_exchange({"w": held["w"]}, sender.table, {"w": blocks}, 1)
-    one = Quantizer(sender, pack_task({"w": blocks}, exchange, 0))
-    read = 0
-    with ThreadPoolExecutor(2) as threads:
-        for write in writes:
-            fetches = one.fetches([write])
-            fetched = sender.fetch([(fetch.name, fetch.box) for fetch in fetches])
-            one.elements([write], fetches, fetched, threads)
-            assert bool(fetches) == (write.name == "w")
-            read += sum(fetch.box.numel for fetch in fetches)
-    assert sum(looked) == tensor.numel()
-    assert read == tensor.numel()
+    exchange = plan_exchange({"w": [Holding(Box.whole((1000, 384)), (0,))]}, sender.table, {"w": blocks}, 1)
+    assert [box.lengths[0] for _, _, box in exchange.boxes[0]] == [*[128] * 7, 104]
+    found = Quantizer(sender, pack_task({"w": blocks}, exchange, 0)).partial_maxima()
+    expected = maxima_of(tensor, Box.whole((1000, 384)), blocks, Scratch())
+    assert torch.equal(torch.frombuffer(bytearray(found), dtype=torch.float32), expected.view(-1))
 
 
 def test_rounding_matches_the_formula() -> None:

@@ -49,7 +49,7 @@ def _written(waves: dict[tuple[int, int], int], run_bytes: int, count: int = 6) 
     transports: dict[int, Transport] = {0: _Log("a", log), 1: _Log("b", log)}
     form = ChunkFormat(torch.device("cpu"), xxh3_digests, finite=True, run_bytes=run_bytes)
     known = [(None, None)] * (2 * count)
-    result = write_all(source, writes, Quantizer(source, b""), transports, known, form, lambda: None, sent.append)
+    result = write_all(writes, Quantizer(source, b""), transports, known, form, lambda: None, sent.append)
     assert list(result.fates) == [SENT] * (2 * count)
     assert result.digests == xxh3_digests([state[name].view(torch.uint8) for name in names])
     assert sum(sent) == 2 * count * SIZE

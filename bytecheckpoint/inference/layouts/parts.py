@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box, row_major_strides
+from ...tensors.metadata import BasicMeta
+from ...tensors.shards import torch_dtype
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class TensorBox:
     @property
     def nbytes(self) -> int:
         return self.box.numel * self.dtype.itemsize
+
+
+@cache
+def torch_dtype_of(dtype: DType) -> torch.dtype:
+    """Return torch's dtype of this name. Raises ``UnsupportedTensorError`` if this version of torch lacks it."""
+    return torch_dtype(BasicMeta(dtype, ()))
 
 
 def without_duplicates(parts: Iterable[TensorBox]) -> list[TensorBox]:

@@ -55,8 +55,7 @@ def elements_of(grid: Box, shape: Sequence[int], blocks: Blocks) -> Box:
 
 
 def cut_blocks(box: Box, blocks: Blocks, limit: int) -> Iterator[Box]:
-    """Cut ``box`` into runs of complete block rows of up to ``limit`` elements, at least one row each. To quantize a
-    run, a sender needs few elements outside of it."""
+    """Cut ``box`` into runs of complete block rows of up to ``limit`` elements, at least one row each."""
     begin, stop = box.offsets[-2], box.stops[-2]
     at_once = max(limit // max(box.lengths[-1], 1) // blocks[0], 1) * blocks[0]
     while begin < stop:

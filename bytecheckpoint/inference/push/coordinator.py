@@ -148,7 +148,7 @@ class PushCoordinator:
             blocks = blocks_by_name(requests)
             held = holdings_of_blocks(self._held, blocks, senders)
             exchange = plan_exchange(held, self.table, blocks, senders)
-            plan = plan_push(parts, held, senders, chunk_bytes=self._chunk_bytes, blocks=blocks)
+            plan = plan_push(parts, held, senders, chunk_bytes=self._chunk_bytes)
             plan = plan.for_group() if self._group else plan
             tables = [request.table.digest for request in requests]
             self.bound, self._bound_to = BoundPlan(plan, workers, tables, blocks, exchange), key

@@ -19,8 +19,8 @@ from ...errors import BytecheckpointError, MismatchError
 from ...tensors.dtypes import DType, is_lossless_cast
 from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
-from ...tensors.shards import basic_meta, torch_dtype
-from ..layouts.parts import StridedView, TensorBox, box_to_read, without_duplicates
+from ...tensors.shards import basic_meta
+from ..layouts.parts import StridedView, TensorBox, box_to_read, torch_dtype_of, without_duplicates
 from ..layouts.recording import Copy, Recorder, UnrecordedWrites, tensor_in_use, uncovered
 from .block_quantization import Blocks, check_quantizable
 from .layout import ChunkStore, Layout
@@ -193,7 +193,7 @@ def _check_floats(metas: Mapping[str, BasicMeta], copies: Sequence[Copy], seen: 
         for copy in copies
         if copy.name not in seen
         and copy.target.is_floating_point()
-        and not torch_dtype(metas[copy.name]).is_floating_point
+        and not torch_dtype_of(metas[copy.name].dtype).is_floating_point
     }
     check_faults(
         "there are whole numbers where the engine has floating point numbers; no weight was changed",
@@ -265,19 +265,15 @@ class ChunkedTensors:
     def _view(self, name: str, view: StridedView, dtype: DType) -> torch.Tensor:
         found = box_to_read(self._metas[name].shape, view)
         part = self._part_with(name, found.box, dtype)
-        out = torch.empty(found.box.lengths, dtype=self._dtype(part))
+        out = torch.empty(found.box.lengths, dtype=torch_dtype_of(self._layout.parts[part].dtype))
         self._fill(out, found.box, part)
         return found.apply(out, view)
 
     def _fill(self, out: torch.Tensor, box: Box, part: int) -> None:
         for number, held, common in self._layout.overlaps(part, box):
-            chunk = self._store.get(number).view(self._dtype(part)).view(held.lengths)
+            chunk = self._store.get(number).view(torch_dtype_of(self._layout.parts[part].dtype)).view(held.lengths)
             copy_elements(out[common.relative_to(box).slices()], chunk[common.relative_to(held).slices()])
             self._store.release(number)
-
-    def _dtype(self, part: int) -> torch.dtype:
-        requested = self._layout.parts[part]
-        return torch_dtype(BasicMeta(requested.dtype, requested.shape))
 
     def _part_with(self, name: str, box: Box, dtype: DType) -> int:
         for held in (dtype, self._metas[name].dtype):

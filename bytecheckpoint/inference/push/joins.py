@@ -86,12 +86,12 @@ class Join(Push):
         exactly, and for tensors to quantize in blocks that no worker holds completely."""
         coordinator.plan(len(self._workers))
         exchange = coordinator.bound.exchange
-        if exchange.grids:
-            names = ", ".join(sorted(exchange.grids)[:5])
+        if exchange.split:
+            names = ", ".join(sorted(exchange.split)[:5])
             raise MismatchError(
                 f"engines request quantized tensors whose blocks are split between workers of {self.holder.name}: "
                 f"{names}; nothing was sent, push from their original source",
-                [("dtype", name, "its blocks are split between workers") for name in exchange.grids],
+                [("dtype", name, "its blocks are split between workers") for name in sorted(exchange.split)],
             )
         if self.strict:
             self._check_exact(coordinator)

@@ -22,8 +22,7 @@ from ...errors import CorruptionError, DeadlineError, EngineError, PlanError, St
 from ...runtime.threads import run_daemon
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
-from ...tensors.metadata import BasicMeta
-from ...tensors.shards import torch_dtype
+from ..layouts.parts import torch_dtype_of
 from .memory import HeldVersion
 from .messages import SenderLost, without_traceback
 from .quantizer import Quantizer
@@ -74,7 +73,7 @@ class ArenaSource(PushSource):
         for number in self._parts.get(name, ()):
             part = self._layout.parts[number]
             if part.box.contains(box):
-                return self._assemble(number, box, torch_dtype(BasicMeta(part.dtype, part.shape)))
+                return self._assemble(number, box, torch_dtype_of(part.dtype))
         raise PlanError(f"{name} {box} is not held here; the plan belongs to another version")
 
     def _assemble(self, part: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
@@ -248,7 +247,8 @@ class _Transfer:
                     # A target of a stream closes its port when another sender fails, whose error is the cause.
                     raise SenderLost(str(error)) from error
         quantizer = Quantizer(self._source, sender.task)
-        outcome = sender.write(self._source, assignment, quantizer, self._transports, self._check, self._count_written)
+        quantizer.set_maxima(quantizer.partial_maxima())
+        outcome = sender.write(assignment, quantizer, self._transports, self._check, self._count_written)
         if self._end_reason:
             raise self._ended()
         return outcome

@@ -18,9 +18,8 @@ from ...errors import DisagreementError, PlanError
 from ...planners.extents import split_box
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
-from ..layouts.hub_names import scale_name
 from ..layouts.parts import TensorBox
-from .block_quantization import Blocks, cut_blocks
+from .block_quantization import Blocks
 from .layout import ChunkTarget, Holding, Layout, Waves, Write, choose_senders
 from .messages import Table, check_faults, list_faults
 from .quantizer import MaximaExchange, pack_task
@@ -68,7 +67,6 @@ def plan_push(
     senders: int,
     *,
     chunk_bytes: int = CHUNK_BYTES,
-    blocks: Mapping[str, Blocks] | None = None,
 ) -> Plan:
     """Assign every requested element to exactly one sender.
 
@@ -77,13 +75,12 @@ def plan_push(
         held: The boxes that senders hold, by tensor; they may overlap in any way.
         senders: The number of senders. Where several hold the same box, the work is spread by bytes.
         chunk_bytes: The size limit of a chunk.
-        blocks: The blocks of quantized tensors; chunks of these end where blocks end.
 
     Raises:
         PlanError: A target requests elements that no sender holds. The error names every such tensor and its first
             missing range.
     """
-    chunking = _Chunking(held, chunk_bytes, blocks or {})
+    chunking = _Chunking(held, chunk_bytes)
     made = [[(at, box) for at, part in enumerate(parts) for box in chunking.chunks(part)] for parts in requested]
     chunking.raise_faults()
     places: dict[_Key, list[ChunkTarget]] = {key: [] for key in _common_order(requested, made)}
@@ -135,9 +132,9 @@ def check_taken_whole(engine: str, table: Table, requested: Sequence[Sequence[Te
 class _Chunking:
     """Cuts parts where holdings end and where chunks would become too long. Collects the ``owners`` of each chunk."""
 
-    def __init__(self, held: Mapping[str, Sequence[Holding]], chunk_bytes: int, blocks: Mapping[str, Blocks]) -> None:
+    def __init__(self, held: Mapping[str, Sequence[Holding]], chunk_bytes: int) -> None:
         self._held = {name: _Held(holdings) for name, holdings in held.items()}
-        self._chunk_bytes, self._blocks = chunk_bytes, blocks
+        self._chunk_bytes = chunk_bytes
         self._made: dict[_Key, list[Box]] = {}
         self._faults: dict[str, str] = {}
         self.owners: dict[_Key, tuple[int, ...]] = {}
@@ -147,15 +144,10 @@ class _Chunking:
         if key not in self._made:
             self._made[key] = made = []
             for box, senders in self._pieces(part):
-                for chunk in self._cut(part, box):
+                for chunk in split_box(box, box, part.dtype.itemsize, self._chunk_bytes, 0):
                     made.append(chunk)
                     self.owners[(part.name, chunk, part.dtype)] = senders
         return self._made[key]
-
-    def _cut(self, part: TensorBox, box: Box) -> Iterator[Box]:
-        blocks = self._blocks.get(part.name)
-        for rows in [box] if blocks is None else cut_blocks(box, blocks, self._chunk_bytes // part.dtype.itemsize):
-            yield from split_box(rows, rows, part.dtype.itemsize, self._chunk_bytes, 0)
 
     def _pieces(self, part: TensorBox) -> Iterator[Holding]:
         held = self._held.get(part.name)
@@ -214,7 +206,7 @@ class BoundPlan:
     """A plan, with the workers and tables for which it was made.
 
     ``tables`` holds the digest of each engine's table, ``blocks`` the blocks of the quantized tensors, and ``exchange``
-    the exchange of maxima for blocks that are split between senders. After ``place``, it has the ``writes`` of each
+    who finds their maxima. After ``place``, it has the ``writes`` of each
     sender, also ``packed``.
     """
 
@@ -228,7 +220,6 @@ class BoundPlan:
     ) -> None:
         self.plan, self.workers, self.tables, self.exchange = plan, workers, tables, exchange
         self.tasks = [pack_task(blocks, exchange, sender) for sender in range(plan.senders)]
-        self._scales = {scale_name(name) for name in blocks}
         self._rings: Rings | None = None
         self.writes: list[list[Write]] = []
         self.packed: list[bytes] = []
@@ -240,15 +231,11 @@ class BoundPlan:
             self.writes = [
                 [
                     replace(write, places=tuple(places[one.target][one.chunk] for one in write.places))
-                    for write in (writes if rings else self._scales_last(writes))
+                    for write in writes
                 ]
                 for writes in self.plan.writes
             ]
             self.packed, self._rings = [pack_writes(writes) for writes in self.writes], rings
-
-    def _scales_last(self, writes: Sequence[Write]) -> Sequence[Write]:
-        """Change the order, which is free in arenas: the maxima of blocks are known when their scales are made."""
-        return sorted(writes, key=lambda write: write.name in self._scales)
 
     @property
     def nbytes(self) -> int:

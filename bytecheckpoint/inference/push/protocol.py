@@ -236,9 +236,7 @@ class RankPush(Push):
     ) -> bytes:
         """Return the packed outcome, or the packed failure of the stream, for rank 0."""
         try:
-            return self.sender.write(
-                self._source, self._assignment, quantizer, transports, self.op.check, self.progress.add
-            )
+            return self.sender.write(self._assignment, quantizer, transports, self.op.check, self.progress.add)
         except TransportBroken as error:
             self.sender.group.leave()
             for ring in connected.values():
@@ -247,17 +245,17 @@ class RankPush(Push):
             return packed
 
     def _quantizer(self) -> Quantizer:
-        """Return a quantizer that has the maxima of the blocks that are split between senders."""
+        """Return a quantizer that has the maxima of this sender's blocks."""
         op = self.op
         with op.phase("push.maxima"):
             quantizer = Quantizer(self._source, self.sender.task)
-            partial = quantizer.partial_maxima()
+            maxima = quantizer.partial_maxima()
         if quantizer.exchanges:
-            gathered = op.gather("push.maxima", partial) or ()
+            gathered = op.gather("push.maxima", maxima) or ()
             merged = self._lead("push.maxima", lambda leader: leader.bound.exchange.merge(gathered))
-            received = op.scatter("push.maxima", merged)
-            with op.phase("push.maxima"):
-                quantizer.set_maxima(received)
+            maxima = op.scatter("push.maxima", merged)
+        with op.phase("push.maxima"):
+            quantizer.set_maxima(maxima)
         return quantizer
 
     def _open_transports(self, stack: ExitStack) -> tuple[dict[int, Transport], dict[int, TcpTransport]]:

@@ -16,8 +16,7 @@ from torch import nn
 from ...engine.tensor_bytes import copy_elements
 from ...tensors.geometry import Box, row_major_strides
 from ...tensors.metadata import BasicMeta
-from ...tensors.shards import torch_dtype
-from ..layouts.parts import box_to_read
+from ..layouts.parts import box_to_read, torch_dtype_of
 from ..layouts.recording import Copy, UnrecordedWrites, storage_identity
 from .layout import Layout
 
@@ -154,7 +153,7 @@ class Replay:
 def _copies(fills: Iterable[Fill], layout: Layout) -> Iterator[StridedCopy]:
     for fill in fills:
         requested = layout.parts[fill.part]
-        dtype = torch_dtype(BasicMeta(requested.dtype, requested.shape))
+        dtype = torch_dtype_of(requested.dtype)
         for number, held, common in layout.overlaps(fill.part, fill.box):
             strides = row_major_strides(held.lengths)
             source = layout.offsets[number] // requested.dtype.itemsize + _at(common.relative_to(held), strides)

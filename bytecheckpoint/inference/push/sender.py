@@ -15,9 +15,8 @@ import torch
 
 from ...control.connections import Endpoint
 from ...tensors.dtypes import is_lossless_cast
-from ...tensors.metadata import BasicMeta
 from ...tensors.runs import runs_of
-from ...tensors.shards import torch_dtype
+from ..layouts.parts import torch_dtype_of
 from .block_quantization import QUANTIZED
 from .layout import Write
 from .quantizer import Quantizer
@@ -116,9 +115,7 @@ class Sender:
             for (name, box, dtype), elements in zip(distinct, fetched, strict=True):
                 # A cast may overflow, where quantizing scales.
                 is_cast = dtype != QUANTIZED and not is_lossless_cast(stored[name], dtype)
-                checked.append(
-                    (name, box, elements.to(torch_dtype(BasicMeta(dtype, box.lengths))) if is_cast else elements)
-                )
+                checked.append((name, box, elements.to(torch_dtype_of(dtype)) if is_cast else elements))
             check_finite(checked)
         self._is_checked = True
 
@@ -134,7 +131,6 @@ class Sender:
 
     def write(
         self,
-        source: PushSource,
         assignment: PushAssignment,
         quantizer: Quantizer,
         transports: Mapping[int, Transport],
@@ -146,7 +142,7 @@ class Sender:
         form = ChunkFormat(torch.device("cpu"), xxh3_digests, finite, _RUN_BYTES, self._found_finite)
         if assignment.on_device:
             form = ChunkFormat(compute_device(), word_digests, finite, _DEVICE_RUN_BYTES, self._found_finite)
-        outcome = write_all(source, self.writes, quantizer, transports, assignment.known, form, check, on_written)
+        outcome = write_all(self.writes, quantizer, transports, assignment.known, form, check, on_written)
         self._found_finite = outcome.digests if self.finite else []
         packed: bytes = msgpack.packb(outcome)
         return packed

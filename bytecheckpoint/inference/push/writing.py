@@ -18,9 +18,9 @@ from ...runtime.threads import Threads
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from ...tensors.runs import runs_of
+from ..layouts.parts import torch_dtype_of
 from .layout import ChunkTarget, Write
-from .quantizer import Quantizer, torch_dtype_of
-from .sources import PushSource
+from .quantizer import Quantizer
 from .transports.base import THREADS, Digests, OutgoingChunk, Transport
 from .transports.cuda_ipc import synchronize
 
@@ -105,7 +105,6 @@ def _is_surely_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_all(
-    source: PushSource,
     writes: Sequence[Write],
     quantizer: Quantizer,
     transports: Mapping[int, Transport],
@@ -117,9 +116,8 @@ def write_all(
     """Make a sender's writes, and finish all transports.
 
     Args:
-        source: The sender's tensors.
         writes: The writes, in order.
-        quantizer: Quantizes the tensors that engines request quantized.
+        quantizer: Fetches their elements, and quantizes those that engines request quantized.
         transports: The transport to each target.
         known: For each place, the digests that the arena and the served version have there (None where unknown).
         chunk_format: Where and how chunks are made.
@@ -135,10 +133,8 @@ def write_all(
     with Threads(THREADS, thread_name_prefix="bcp-push-write") as threads:
         for batch in runs_of(writes, attrgetter("room"), max(_BATCH_BYTES, THREADS * chunk_format.run_bytes)):
             check()
-            fetches = quantizer.fetches(batch)
-            fetched = source.fetch([(fetch.name, fetch.box) for fetch in fetches])
-            synchronize(fetched)  # the threads below use other streams than this one may
-            tensors = quantizer.elements(batch, fetches, fetched, threads)
+            tensors = quantizer.fetch(batch)
+            synchronize(tensors)  # the threads below use other streams than this one may
             making = []
             for write, tensor in zip(batch, tensors, strict=True):
                 making.append(_Making(write, tensor, known[at : at + len(write.places)], next(finite, None)))
@@ -189,7 +185,7 @@ class _Writer:
                     (write.name, write.box, tensor if tensor.dtype == dtype else data.view(dtype))
                     for (write, tensor, _, finite), data, digest in zip(run, made, digests, strict=True)
                     if digest != finite
-                    for dtype in [torch_dtype_of(write)]
+                    for dtype in [torch_dtype_of(write.dtype)]
                 ]
             )
         fates = bytearray()
@@ -222,7 +218,7 @@ class _Writer:
             if data is None:
                 data = self._scratch(tensor)[used : used + write.nbytes]
                 used += write.room
-                self._quantizer.fill(data.view(torch_dtype_of(write)).view(write.box.lengths), tensor, write)
+                self._quantizer.fill(data.view(torch_dtype_of(write.dtype)).view(write.box.lengths), tensor, write)
             made.append(data)
         return made
 
