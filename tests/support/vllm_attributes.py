@@ -13,6 +13,7 @@ ATTRIBUTES: Mapping[str, tuple[str, str]] = {
     "_adapter_manager": ("vllm.lora.worker_manager", "of LRUCacheWorkerLoRAManager: the manager of slots"),
     "_create_draft_vllm_config": ("vllm.v1.spec_decode.draft_model", "of DraftModelProposer"),
     "_do_torchao_reload": ("vllm.model_executor.model_loader.reload.layerwise", "of a model during a reload"),
+    "_load_adapter": ("vllm.lora.worker_manager", "of LRUCacheWorkerLoRAManager: reads an adapter"),
     "_model_to_pp_missing_layer_names": ("vllm.model_executor.models.utils", "layers of other pipeline stages"),
     "_original_do_torchao_reload": ("vllm.model_executor.model_loader.reload.layerwise", "of a model during a reload"),
     "_registered_adapters": ("vllm.lora.model_manager", "of an adapter manager: its cache"),

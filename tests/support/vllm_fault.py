@@ -36,7 +36,7 @@ CPUUnquantizedExperts.apply = _compute_own
 
 class FaultyWorkers(WorkerExtension):
     """``bcp_test_fail(rank)``: the next load of that worker, counted over data-parallel replicas, ends after a few
-    tensors. ``bcp_test_fail_adapter()``: the next adapter that is put in ends as nothing."""
+    tensors. ``bcp_test_fail_adapter()``: the next adapter that is loaded ends as nothing."""
 
     def bcp_test_fail(self, rank: int) -> int:
         parallel = self.vllm_config.parallel_config
@@ -61,14 +61,13 @@ class FaultyWorkers(WorkerExtension):
         return [len(record.fills), sorted(record.others)]
 
     def bcp_test_fail_adapter(self) -> None:
-        put_in = VllmAdapters._put_in
+        load = VllmAdapters.load
 
-        def broken(adapters: VllmAdapters, model: Any) -> None:
-            VllmAdapters._put_in = put_in
-            adapters._manager.remove_adapter(model.id)
+        def broken(adapters: VllmAdapters, *arguments: Any) -> None:
+            VllmAdapters.load = load
             raise RuntimeError("the adapter does not fit")
 
-        VllmAdapters._put_in = broken
+        VllmAdapters.load = broken
 
     def bcp_test_make_room(self) -> None:
         """For what comes from the pipeline stage before: on CPUs, vLLM (0.32) leaves that to a rehearsal that it makes

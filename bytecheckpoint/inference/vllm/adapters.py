@@ -47,7 +47,7 @@ class VllmAdapters:
         self._mapper = None if mapper is None else mapper.get_rename_mapper()
         self._skipped = getattr(manager.model, "lora_skip_prefixes", None)
         self._pushed: dict[str, LoraAdapter] = {}
-        self._names: dict[int, str] = {}  # by number, from the latest request
+        self._requests: dict[int, tuple[Any, Callable[[Any], bool]]] = {}  # by number: the latest, and what adds it
         self._own: dict[int, Any] = {}  # by number: vLLM's adapter before the first push
         self.receivers = AdapterReceivers(self)
 
@@ -93,35 +93,40 @@ class VllmAdapters:
     def put(self, name: str, adapter: LoraAdapter | None) -> None:
         if adapter is None:
             self._pushed.pop(name, None)
-            for number in self._numbers(name):
-                self._put_back(number)
-            return
-        self._made(1, adapter)  # fails now, not at the first request, if vLLM rejects the adapter
-        self._pushed[name] = adapter
-        for number in self._numbers(name):
-            model = self._manager.get_adapter(number)
-            if model is not None:
-                if _source(model) is None:
-                    self._own[number] = model
-                self._put_in(self._made(number, adapter))
+        else:
+            self._made(1, adapter)  # fails now, not at the first request, if vLLM rejects the adapter
+            self._pushed[name] = adapter
+        for request, vllm_add in list(self._requests.values()):
+            if request.lora_name == name and self._manager.get_adapter(request.lora_int_id) is not None:
+                self.add(request, vllm_add)
 
     def add(self, request: Any, vllm_add: Callable[[Any], bool]) -> bool:
-        """Serve a request for an adapter: a pushed one, or what ``vllm_add`` loads."""
-        self._names[request.lora_int_id] = request.lora_name
-        adapter = self._pushed.get(request.lora_name)
-        if adapter is None:
-            return vllm_add(request)
-        model = self._manager.get_adapter(request.lora_int_id)
-        if model is None or _source(model) is not adapter:
-            if model is not None and _source(model) is None:
-                self._own[request.lora_int_id] = model
-            self._put_in(self._made(request.lora_int_id, adapter))
-            return True
-        self._manager.activate_adapter(model.id)
-        return True
+        """Serve a request for an adapter: vLLM loads one that it does not have, or that is another one by now."""
+        manager, number = self._manager, request.lora_int_id
+        self._requests[number] = request, vllm_add
+        adapter, model = self._pushed.get(request.lora_name), manager.get_adapter(number)
+        is_pinned = False
+        if model is not None and _source(model) is not adapter:
+            if _source(model) is None:
+                self._own[number] = model
+            is_pinned = number in manager._registered_adapters.pinned_items
+            manager.remove_adapter(number)
+            model = None
+        if model is None and adapter is not None and not adapter.tensors:
+            # All layers are on other pipeline stages; vLLM would access the first one.
+            manager._registered_adapters[number] = self._made(number, adapter)
+        is_added = vllm_add(request)
+        if is_pinned:
+            manager.pin_adapter(number)
+        return is_added
 
-    def _numbers(self, name: str) -> list[int]:
-        return [number for number, known in self._names.items() if known == name]
+    def load(self, request: Any, vllm_load: Callable[[Any], Any]) -> Any:
+        """Load an adapter for vLLM: a pushed one, what vLLM had before the first push, or what it reads."""
+        adapter = self._pushed.get(request.lora_name)
+        if adapter is not None:
+            return self._made(request.lora_int_id, adapter)
+        own = self._own.pop(request.lora_int_id, None)
+        return vllm_load(request) if own is None else own
 
     def _made(self, number: int, adapter: LoraAdapter) -> Any:
         # vLLM scales tensors in place.
@@ -141,28 +146,6 @@ class VllmAdapters:
                 getattr(self._manager, name)(model)
         model.bcp_source = adapter
         return model
-
-    def _put_in(self, model: Any) -> None:
-        """Replace the adapter in its slot and in vLLM's cache."""
-        manager = self._manager
-        pinned = model.id in manager._registered_adapters.pinned_items
-        manager.remove_adapter(model.id)
-        if len(manager) + 1 > manager.capacity:
-            manager.remove_oldest_adapter()
-        if model.loras:
-            manager.add_adapter(model)
-        else:  # all layers are on other pipeline stages; vLLM would access the first one
-            manager._registered_adapters[model.id] = model
-        manager.activate_adapter(model.id)
-        if pinned:
-            manager.pin_adapter(model.id)
-
-    def _put_back(self, number: int) -> None:
-        model = self._manager.get_adapter(number)
-        if model is not None and _source(model) is not None:
-            self._manager.remove_adapter(number)
-        if number in self._own:
-            self._put_in(self._own.pop(number))
 
 
 def adapters_of(manager: Any) -> VllmAdapters:
@@ -223,13 +206,18 @@ def _qkv_sizes(layer: QKVParallelLinear) -> list[int]:
 
 def _watch() -> None:
     """Let pushed adapters take precedence over files in vLLM's manager."""
-    vllm_add = LRUCacheWorkerLoRAManager.add_adapter
+    vllm_add, vllm_load = LRUCacheWorkerLoRAManager.add_adapter, LRUCacheWorkerLoRAManager._load_adapter
 
     @functools.wraps(vllm_add)
     def add_adapter(self: Any, lora_request: Any) -> bool:
         return adapters_of(self._adapter_manager).add(lora_request, functools.partial(vllm_add, self))
 
+    @functools.wraps(vllm_load)
+    def load_adapter(self: Any, lora_request: Any) -> Any:
+        return adapters_of(self._adapter_manager).load(lora_request, functools.partial(vllm_load, self))
+
     LRUCacheWorkerLoRAManager.add_adapter = add_adapter
+    LRUCacheWorkerLoRAManager._load_adapter = load_adapter
 
 
 # On import, when the first adapter is pushed. Numbers of adapters that vLLM has already come with their next request.
