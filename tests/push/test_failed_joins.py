@@ -291,7 +291,7 @@ def test_another_join_of_the_same_engine(holder: ToyEngine, engine: ToyEngine) -
         first = threads.submit(_join, holder.url, engine.url)
         begun()
         second = threads.submit(_join, holder.url, engine.url)
-        with pytest.raises(EngineError, match="another join of the same engine began"):
+        with pytest.raises(EngineError, match="this push is over: another one began"):
             _after(lambda: min(holder.look()["threads"]) >= 5, holder, first.result)
     second.result()
     _assert_serves(engine, 1)

@@ -108,7 +108,7 @@ def _begin(give: _Transfer, sender: Sender) -> None:
     sender.writes = WRITES
     known = [(None, None)] * len(WRITES)
     assignment = PushAssignment([None], [], [], [], on_device=False, is_group=False, known=known)
-    give.begin(sender, assignment, frozenset())
+    give.begin(sender, assignment)
 
 
 def _wait_for(give: _Transfer) -> None:

@@ -157,7 +157,6 @@ class Join(Push):
         self.progress.expect(coordinator.bound.nbytes)
         message = {
             "transaction": self._transaction,
-            "receivers": [worker.receiver for worker in coordinator.bound.workers],
             "assignments": dict(zip(self._workers, coordinator.assignments(), strict=True)),
             "tcp_only": self.sender.tcp_only,
             "deadline_s": self._hold_s,

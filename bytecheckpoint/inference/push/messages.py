@@ -28,7 +28,7 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
 from ..layouts.parts import TensorBox
 
-PROTOCOL = 13
+PROTOCOL = 14
 """The version of the messages; both sides must have the same."""
 
 E = TypeVar("E", bound=BaseException)

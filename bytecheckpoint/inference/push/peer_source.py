@@ -120,19 +120,12 @@ class PeerSource:
         return any(one.arena is not None and one.arena is version.arena for one in self._transfers.values())
 
     def send(self, message: Mapping[str, Any], receiver: str) -> dict[str, Any]:
-        """Begin to send.
-
-        A joining worker has an arena for its latest transaction only, so older transfers to it end.
-        """
+        """Begin to send."""
         transfer = self._of(message["transaction"])
         sender = Sender(message["deadline_s"], tcp_only=message["tcp_only"])
         sender.finite = message["finite"]
         assignment = sender.take(message["assignments"][receiver])
-        joining = frozenset(message["receivers"])
-        for other in self._transfers.values():
-            if other is not transfer and other.joining & joining:
-                other.end("another join of the same engine began")
-        transfer.begin(sender, assignment, joining)
+        transfer.begin(sender, assignment)
         return {}
 
     def send_status(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +165,6 @@ class _Transfer:
 
     def __init__(self, arena: SharedArena, source: ArenaSource, hold_s: float) -> None:
         self.arena: SharedArena | None = arena
-        self.joining: frozenset[str] = frozenset()
         self.written = 0
         self._source: ArenaSource | None = source
         self._deadline = time.monotonic() + hold_s
@@ -184,9 +176,8 @@ class _Transfer:
     def has_expired(self) -> bool:
         return time.monotonic() > self._deadline
 
-    def begin(self, sender: Sender, assignment: PushAssignment, joining: frozenset[str]) -> None:
+    def begin(self, sender: Sender, assignment: PushAssignment) -> None:
         """Send in a thread."""
-        self.joining = joining
         self._transports = sender.shared_memory(assignment)
         self._deadline = time.monotonic() + sender.deadline_s
         self._sending = run_daemon(lambda: self._run(sender, assignment), "bcp-push-send")
