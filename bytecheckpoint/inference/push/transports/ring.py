@@ -96,7 +96,7 @@ class RingBuffer(ChunkStore):
                             "raise memory_bytes of Pusher, so that weights need not be streamed"
                         )
                     return self._slot(chunk)
-                self._set_aside_until(max(self._waves.wave_of[chunk], self._requested_wave))
+                self._make_room(max(self._waves.wave_of[chunk], self._requested_wave))
                 self._wait(f"for {self._name_of(chunk)}")
 
     def release(self, chunk: int) -> None:
@@ -191,13 +191,9 @@ class RingBuffer(ChunkStore):
         if not self._changed.wait(self._deadline_s):
             raise DeadlineError(f"no sender wrote anything for {self._deadline_s:g} s; this worker waits {purpose}")
 
-    def _set_aside_until(self, wave: int) -> None:
-        """Make room for ``wave`` by copying unread chunks of complete waves."""
+    def _make_room(self, wave: int) -> None:
+        """Free complete waves for ``wave``, also those with unread chunks."""
         while wave >= self._taken + self._waves.slots and not self._missing[self._taken]:
-            for chunk in self._waves.chunks(self._taken):
-                if self._uses_left[chunk] > 0 and not self._is_vector[chunk]:
-                    self._aside[chunk] = self._slot(chunk).clone()
-                    self.set_aside += self._aside[chunk].numel()
             self._free_wave()
 
     def _free_complete_waves(self) -> None:
@@ -209,8 +205,9 @@ class RingBuffer(ChunkStore):
 
     def _free_wave(self) -> None:
         for chunk in self._waves.chunks(self._taken):
-            if self._is_vector[chunk]:
+            if self._is_vector[chunk] or self._uses_left[chunk] > 0:
                 self._aside[chunk] = self._slot(chunk).clone()
+                self.set_aside += 0 if self._is_vector[chunk] else self._aside[chunk].numel()
         synchronize([self._memory.memory])  # copies out of the slot may still be queued on the device
         self._taken += 1
         self._changed.notify_all()
