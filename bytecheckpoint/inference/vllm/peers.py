@@ -1,7 +1,7 @@
 """Push into an engine when vLLM starts: what a running engine serves, or a checkpoint to quantize. Needs vLLM.
 
-This happens before vLLM processes the weights. Rank 0 coordinates it; requests to this engine's workers are exchanges
-of the ranks, because vLLM does not answer requests yet.
+This happens before vLLM processes the weights. Rank 0 pushes; requests to this engine's workers are exchanges of the
+ranks, because vLLM does not answer requests yet.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...control.base import Operation
 from ...control.single import SingleProcess
 from ...errors import BytecheckpointError, EngineError
 from ..push.engines.base import Engine
+from ..push.engines.colocated import ColocatedEngines
 from ..push.engines.vllm import TOKEN_VARIABLE, HttpEngine
 from ..push.pusher import Pusher
 from ..push.receiver import Receiver
@@ -26,26 +27,23 @@ from ..push.transports.cuda_ipc import compute_device
 from .model import VllmModel, keep_receiver, receiver_of
 
 _PHASE = "peer"
-_LOADED, _FAILED = b"", b"-"  # in place of a request; neither is one
 
 _log = init_logger(f"vllm.{__name__}")
 
 
-class _Ranks(Engine):
-    """The workers that load, as rank 0 reaches them."""
+class _Loading(Engine):
+    """The worker of this rank, which loads and serves nothing yet."""
 
     name = "the engine that starts"
 
-    def __init__(self, op: Operation, receiver: Receiver) -> None:
-        self._op, self._receiver = op, receiver
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
 
     def call(self, request: str, timeout_s: float) -> list[str]:
-        self._op.broadcast(_PHASE, request.encode())
-        answers = self._op.gather(_PHASE, self._receiver.answer(request).encode())
-        return [answer.decode() for answer in answers or ()]
+        return [self._receiver.answer(request)]
 
     def pause(self, timeout_s: float) -> None:
-        return  # it serves nothing yet
+        return
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
         return
@@ -84,31 +82,24 @@ def _load(
     loading = VllmModel(get_current_vllm_config(), model)
     loading.is_starting = True
     receiver = Receiver(loading, device=compute_device())
-    error = _coordinate(op, receiver, push, deadline_s) if op.rank == 0 else _follow(op, receiver)
+    engines = ColocatedEngines(_Loading(receiver))
+    engines.name, engines.op = _Loading.name, op
+    error: BytecheckpointError | None = None
+    if op.rank == 0:
+        try:
+            with Pusher(engines, deadline_s=deadline_s, communicator=SingleProcess()) as pusher:
+                push(pusher)
+        except BytecheckpointError as failure:
+            error = failure
+        engines.dismiss()
+    else:
+        engines.serve()
+    has_failed = op.broadcast(_PHASE, bytes([error is not None]) if op.rank == 0 else None) == bytes([True])
+    if has_failed and error is None:
+        error = EngineError("see the log of rank 0")
     loading.is_starting = False
     if error:
         receiver.close()
     else:
         keep_receiver(loading, receiver)
     return error
-
-
-def _coordinate(
-    op: Operation, receiver: Receiver, push: Callable[[Pusher], Any], deadline_s: float
-) -> BytecheckpointError | None:
-    failed: BytecheckpointError | None = None
-    try:
-        with Pusher(_Ranks(op, receiver), deadline_s=deadline_s, communicator=SingleProcess()) as pusher:
-            push(pusher)
-    except BytecheckpointError as error:
-        failed = error
-    op.broadcast(_PHASE, _FAILED if failed else _LOADED)
-    return failed
-
-
-def _follow(op: Operation, receiver: Receiver) -> BytecheckpointError | None:
-    while True:
-        request = op.broadcast(_PHASE, None)
-        if request in (_LOADED, _FAILED):
-            return EngineError("see the log of rank 0") if request == _FAILED else None
-        op.gather(_PHASE, receiver.answer(request.decode()).encode())
