@@ -11,8 +11,8 @@ from typing import Any
 import msgpack
 
 from ....control.base import Operation
-from ....control.failure import library_error, message_of
-from ....errors import BytecheckpointError, EngineError
+from ....errors import BytecheckpointError
+from ..messages import FailureResponse
 from .base import Engine
 
 _PHASE = "push.colocated"
@@ -63,8 +63,7 @@ class ColocatedEngines(Engine):
         answers = [msgpack.unpackb(one) for one in self.op.gather(_PHASE, self._answer(packed)) or ()]
         for rank, (_, failure) in enumerate(answers):
             if failure is not None:
-                kind, text = failure
-                raise library_error(kind, f"rank {rank}: {text}", [])
+                raise FailureResponse(**failure).error(f"rank {rank}")
         return [found for found, _ in answers]
 
     def _answer(self, packed: bytes) -> bytes:
@@ -78,7 +77,6 @@ class ColocatedEngines(Engine):
         try:
             answer: Any = [do[kind](*arguments), None]
         except BytecheckpointError as error:
-            name = type(error).__name__ if isinstance(error, EngineError) else "EngineError"
-            answer = [None, [name, message_of(error)]]
+            answer = [None, vars(FailureResponse.of(error, serving=""))]
         answered: bytes = msgpack.packb(answer)
         return answered
