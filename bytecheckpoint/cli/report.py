@@ -131,8 +131,8 @@ def _figures(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "Complete", f"{complete} of {len(found)}"
         yield "Uploads pending", str(len(document["uploads_waiting"]))
     if document["floor"]:
-        yield "One machine writes", _rate(document["floor"]["write"])
-        yield "One machine reads", _rate(document["floor"]["read"])
+        yield "This machine writes", _rate(document["floor"]["write"])
+        yield "This machine reads", _rate(document["floor"]["read"])
 
 
 _CHECKPOINT_COLUMNS = (
@@ -196,7 +196,7 @@ def _operation(one: Mapping[str, Any], floor: Mapping[str, float]) -> str:
     ]
     tables = (
         _table((">Rank", "Host", "Step", ">Seconds", ">Median of all ranks", ">Times the median"), slowest),
-        _table(("Step", ">Bytes", ">Slowest rank", ">Rate", *([">Of one machine's"] if floor else [])), moved),
+        _table(("Step", ">Bytes", ">Slowest rank", ">Rate", *([">Of this machine's"] if floor else [])), moved),
         _table(("Source", ">Bytes", ">Share", ">Ranks", ">Most", ">By rank"), [*_sources(one["sources"])]),
     )
     slow = tables[0] or "<p class=muted>No rank was slow.</p>"

@@ -214,7 +214,7 @@ def test_a_floor_is_measured_below_the_root(
     share = moved["bytes"] / moved["seconds"] / found["floor"]["write"]
     text = page.read_text(encoding="utf-8")
     assert f"<td class=n>{share:.0%}</td>" in text
-    assert "One machine writes" in text
+    assert "This machine writes" in text
     assert bcp_command("report", traces, "--floor").code == 2
 
 

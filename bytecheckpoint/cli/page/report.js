@@ -113,7 +113,7 @@ function drawCheckpoints() {
   draw("time-chart", color => overTime(color, seconds, undefined, [
     { name: "until the commit", type: "line", symbolSize: 6, itemStyle: { color: color("written") }, data: saved.map(one => one.seconds) },
     { name: "training waited", type: "line", symbolSize: 6, itemStyle: { color: color("slow") }, data: saved.map(one => one.stall) },
-    ...data.floor ? [{ name: "one machine at best", type: "line", symbol: "none", lineStyle: { type: "dashed" }, itemStyle: { color: color("muted") }, data: saved.map(one => one.bytes / data.floor.write) }] : [],
+    ...data.floor ? [{ name: "at this machine's rate", type: "line", symbol: "none", lineStyle: { type: "dashed" }, itemStyle: { color: color("muted") }, data: saved.map(one => one.bytes / data.floor.write) }] : [],
   ]));
 }
 
