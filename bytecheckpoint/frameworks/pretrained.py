@@ -29,6 +29,7 @@ _MISSING = "_keys_to_ignore_on_load_missing"
 _TIED = "_tied_weights_keys"
 _ADAPTERS = "peft_config"
 _PEFT_PREFIX = "base_model.model."
+_DORA_SUFFIX = ".lora_magnitude_vector.weight"  # in PEFT's files, the vector has the name that was its layer's
 # Buffers that old versions stored. Models compute them, and transformers drops them whatever the lists contain.
 _STALE = (r"(^|\.)position_ids$", r"(^|\.)rotary_emb\.inv_freq$")
 
@@ -192,7 +193,8 @@ def _without_adapter(name: str, adapter: str) -> str:
         return name
     at = parts.index(adapter)
     start = at - 1 if parts[at - 1 : at] == ["modules_to_save"] else at
-    return ".".join((*parts[:start], *parts[at + 1 :]))
+    plain = ".".join((*parts[:start], *parts[at + 1 :]))
+    return plain.removesuffix(".weight") if plain.endswith(_DORA_SUFFIX) else plain
 
 
 def _read_from(target: SectionTarget, sources: Mapping[str, str]) -> None:

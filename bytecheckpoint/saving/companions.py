@@ -72,8 +72,8 @@ def refuse_adapters(state: Mapping[str, Any], options: SaveRequest) -> None:
     ):
         raise UsageError(
             f"section {ADAPTER_SECTION!r} is for the folder that PEFT loads: it needs layout='whole', "
-            "trainable_only=True and a single adapter of plain LoRA. Save others with layout='merged' or 'shards', and "
-            "call their section 'model'"
+            "trainable_only=True and a single adapter of LoRA or DoRA. Save others with layout='merged' or 'shards', "
+            "and call their section 'model'"
         )
 
 
@@ -83,14 +83,14 @@ def has_adapter(obj: Any) -> bool:
 
 
 def _is_plain_lora(modules: Sequence[nn.Module]) -> bool:
-    """Whether there is one adapter, whose tensors have in PEFT's files the same names without that of the adapter."""
+    """Whether there is one adapter, for which ``under_names_of_peft`` makes all names of PEFT's files."""
     configs = {
         id(config): config
         for module in modules
         for part in module.modules()
         for config in (vars(part).get("peft_config") or {}).values()
     }
-    odd = ("use_dora", "use_qalora", "trainable_token_indices", "target_parameters")
+    odd = ("use_qalora", "trainable_token_indices", "target_parameters")
     return len(configs) == 1 and all(
         getattr(config.peft_type, "value", config.peft_type) == "LORA"
         and config.bias == "none"

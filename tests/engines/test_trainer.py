@@ -139,14 +139,18 @@ def test_a_path(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
 
 _FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
 
+# What these two do would need an accelerator.
+_NOT_ON_CPUS = {"cpu_ram_efficient_loading": False, "sync_module_states": False}
+_FSDP1 = {"fsdp": True, "fsdp_config": {**_FSDP2["fsdp_config"], "version": 1, **_NOT_ON_CPUS}}
 
 _ADAPTER_FILES = {"adapted": True, "checkpoints": {"save": {"layout": "whole"}}}
+_DORA_FILES = {**_ADAPTER_FILES, "adapted": {"use_dora": True}}
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, _FSDP2, _ADAPTER_FILES, {**_FSDP2, **_ADAPTER_FILES}],
-    ids=["ddp", "fsdp-2", "adapter-ddp", "adapter-fsdp-2"],
+    [{}, _FSDP1, _FSDP2, _ADAPTER_FILES, {**_FSDP2, **_ADAPTER_FILES}, {**_FSDP2, **_DORA_FILES}],
+    ids=["ddp", "fsdp-1", "fsdp-2", "adapter-ddp", "adapter-fsdp-2", "dora-fsdp-2"],
 )
 def test_two_ranks_die_in_a_save_and_resume(pool: RankPool, tmp_path: Path, changes: dict[str, Any]) -> None:
     def run(root: str, killed: int | None, **expected: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.fsdp._init_utils as fsdp1
 import transformers
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from peft import LoraConfig, get_peft_model
@@ -94,24 +95,27 @@ def train(
     kind: type[transformers.Trainer] = BcpTrainer,
     checkpoints: Mapping[str, Any] | None = None,
     model: Any = None,
-    adapted: bool = False,
+    adapted: bool | Mapping[str, Any] = False,
     **changes: Any,
 ) -> dict[str, Any]:
     """Train; ``signalled`` is a step and the signal that this process gets after it. Return what can be compared.
 
-    With ``adapted``, train an adapter of LoRA.
+    With ``adapted``, train an adapter of LoRA, with these further options.
     """
     data = torch.randint(0, 61, (48, 8), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in data]
     model = make_model() if model is None else model
     if adapted:
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
+        odd = adapted if isinstance(adapted, Mapping) else {}
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, **odd))
     transformers.set_seed(3)
     arguments = settings(root, **changes)
     if "fsdp" in changes:
         # Accelerate shards on accelerators only, and ignores the argument elsewhere.
         assert arguments.device.type == "cpu"
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        # Of a CPU without a number, which Accelerate names, FSDP-1 makes "cpu:0", and refuses that.
+        fsdp1._get_device_from_device_id = lambda device, rank, handle: None
     own = {"checkpoints": checkpoints} if issubclass(kind, BcpTrainerMixin) else {}
     trainer = kind(
         model,
