@@ -20,6 +20,7 @@ REQUIREMENTS = Path(__file__).parents[2] / "requirements"
         pytest.param("huggingface.txt", "peft", marks=pytest.mark.huggingface),
         pytest.param("huggingface.txt", "lightning", marks=pytest.mark.huggingface),
         pytest.param("huggingface.txt", "torchtitan", marks=pytest.mark.huggingface),
+        pytest.param("huggingface.txt", "torchft", marks=pytest.mark.huggingface),
         pytest.param("bytecheckpoint.txt", "mmh3", marks=pytest.mark.bytecheckpoint),
     ],
 )

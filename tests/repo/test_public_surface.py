@@ -48,6 +48,7 @@ NEEDS = {
     "bytecheckpoint.inference.vllm.loader": "vllm",
     "bytecheckpoint.integrations.accelerate": "accelerate",
     "bytecheckpoint.integrations.lightning": "lightning",
+    "bytecheckpoint.integrations.torchft": "torchft",
     "bytecheckpoint.integrations.torchtitan": "torchtitan",
     "bytecheckpoint.integrations.transformers": "accelerate",
 }
