@@ -6,8 +6,8 @@
 verl imports this module in every process, and its registry of engines then chooses these for actors and critics. The
 settings of checkpoints (``save_contents``, ``load_contents``, ``max_actor_ckpt_to_keep``) keep their meaning, except
 for ``hf_model``: use ``bcp export CHECKPOINT FOLDER --config-from MODEL`` when you need one. Weights
-still go to verl's own rollout workers by verl; ``bcp push ROOT/global_step_10/actor --to URL`` pushes a checkpoint into
-any other server.
+still go to verl's own rollout workers by verl, or by ``bytecheckpoint.integrations.verl``;
+``bcp push ROOT/global_step_10/actor --to URL`` pushes a checkpoint into any other server.
 """
 
 from __future__ import annotations

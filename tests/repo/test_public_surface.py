@@ -51,6 +51,7 @@ NEEDS = {
     "bytecheckpoint.integrations.torchft": "torchft",
     "bytecheckpoint.integrations.torchtitan": "torchtitan",
     "bytecheckpoint.integrations.transformers": "accelerate",
+    "bytecheckpoint.integrations.verl": "verl",
 }
 
 

@@ -27,7 +27,7 @@ for name in modules:
         file = importlib.import_module(name).__file__
     except ModuleNotFoundError as error:
         is_host = error.name == "vllm" and ".vllm." in name
-        trainers = ("accelerate", "lightning", "torchdata", "torchft", "transformers", "tyro")
+        trainers = ("accelerate", "lightning", "torchdata", "torchft", "transformers", "tyro", "verl")
         is_trainer = error.name in trainers and ".integrations." in name
         assert is_host or is_trainer, (name, error)
         continue

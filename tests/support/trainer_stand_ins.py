@@ -6,6 +6,7 @@ They have the names and signatures of verl 0.9.1 and of prime-rl's sources, and 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -69,6 +70,47 @@ class FSDPEngineWithValueHead(FSDPEngineWithLMHead):
     pass
 
 
+class CheckpointEngine(ABC):
+    """verl.checkpoint_engine"""
+
+    @abstractmethod
+    def prepare(self) -> Any: ...
+
+    @classmethod
+    @abstractmethod
+    def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]) -> Any: ...
+
+    @abstractmethod
+    def init_process_group(self, **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def finalize(self) -> None: ...
+
+    @abstractmethod
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> Any: ...
+
+    @abstractmethod
+    async def receive_weights(self, global_steps: int | None = None) -> Any: ...
+
+
+class CheckpointEngineRegistry:
+    """verl.checkpoint_engine"""
+
+    backends: dict[str, type] = {}
+
+    @classmethod
+    def register(cls, backend: str) -> Callable[[type[Any]], type[Any]]:
+        def decorator(engine: type[Any]) -> type[Any]:
+            cls.backends[backend] = engine
+            return engine
+
+        return decorator
+
+    @classmethod
+    def new(cls, backend: str, **kwargs: Any) -> Any:
+        return cls.backends[backend](**kwargs)
+
+
 class FileSystemWeightBroadcast:
     """prime_rl.trainer.rl.broadcast.filesystem"""
 
@@ -85,6 +127,11 @@ class FileSystemWeightBroadcast:
 
 
 def install_verl() -> None:
+    _install(
+        "verl.checkpoint_engine",
+        CheckpointEngine=CheckpointEngine,
+        CheckpointEngineRegistry=CheckpointEngineRegistry,
+    )
     _install("verl.utils.checkpoint.checkpoint_manager", BaseCheckpointManager=BaseCheckpointManager)
     _install("verl.workers.engine.base", EngineRegistry=EngineRegistry)
     _install(
