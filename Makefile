@@ -64,8 +64,10 @@ export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))-deepspeed/extensions
 
 # Parts of `make test` and of `make check`. A part that fails does not keep the others from running.
 LINT_PARTS := style types contracts
-TEST_PARTS := environments $(LINT_PARTS) docs test-main $(ENGINES:%=test-%) test-pairs \
-  $(if $(filter yes,$(WITH_VLLM)),test-vllm test-vllm-older) $(if $(IS_FULL),test-oldest test-newest test-resolve)
+# Each of these leaves half of two cores idle.
+ENGINE_PARTS := $(ENGINES:%=test-%) test-pairs $(if $(filter yes,$(WITH_VLLM)),test-vllm-older)
+TEST_PARTS := environments checks test-main test-engines $(if $(filter yes,$(WITH_VLLM)),test-vllm) \
+  $(if $(IS_FULL),test-oldest test-newest test-resolve)
 CHECK_PARTS := $(LINT_PARTS) test-fast
 
 # A test that fails is repeated once, in at most three cases; the part's report names it and shows why it failed. It has a
@@ -79,7 +81,7 @@ ENVIRONMENTS = $(STAMP) warm $(ENGINES:%=$(VENV)-%/.installed) $(DOCS_VENV)/.ins
 FAST_TESTS := tests/planners tests/format tests/values tests/golden tests/cli tests/repo tests/saving/test_bad_input.py \
   tests/saving/test_write_images.py tests/loading/test_load_rules.py tests/engine tests/state/test_state_tensors.py
 
-.PHONY: help demo environments warm test test-full check coverage test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format docs drawings bench gpu dist clean test-oldest test-newest test-floors test-resolve
+.PHONY: help demo environments checks warm test test-engines test-full check coverage test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format docs drawings bench gpu dist clean test-oldest test-newest test-floors test-resolve
 
 help:
 	@echo "make demo       train, kill a rank during a save, resume on other layouts (about two minutes)"
@@ -153,6 +155,9 @@ lint:
 
 environments:
 	@$(MAKE) --no-print-directory --jobs=2 $(ENVIRONMENTS)
+
+checks test-engines:
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target $(if $(filter checks,$@),$(LINT_PARTS) docs,$(ENGINE_PARTS))
 
 # Compile the tests and what they import once, and not in each worker. `make test-main` shows what cannot be imported.
 warm: $(STAMP)
