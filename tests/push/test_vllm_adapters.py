@@ -55,6 +55,8 @@ def test_tokens_after_each_push(tmp_path: Path) -> None:
         (["push", "second", 6], None),
         (["generate", "second"], _tokens(0, 6)),
         (["generate", "policy"], _tokens(0, 3)),
+        # Of five adapters that were asked for, vLLM holds two.
+        (["count known"], [2]),
         # Another base model.
         (["push base", 1], None),
         (["generate"], _tokens(1, None)),

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 from bytecheckpoint.engine.tensor_bytes import byte_view
 from bytecheckpoint.inference.push.replay import Replay
-from bytecheckpoint.inference.vllm.adapters import VllmAdapters
+from bytecheckpoint.inference.vllm.adapters import VllmAdapters, adapters_of
 from bytecheckpoint.inference.vllm.loader import register
 from bytecheckpoint.inference.vllm.model import VllmModel
 from bytecheckpoint.inference.vllm.worker import WorkerExtension, receiver
@@ -68,6 +68,10 @@ class FaultyWorkers(WorkerExtension):
             raise RuntimeError("the adapter does not fit")
 
         VllmAdapters.load = broken
+
+    def bcp_test_known_adapters(self) -> int:
+        """For how many adapters a request is kept."""
+        return len(adapters_of(self.model_runner.lora_manager._adapter_manager)._requests)
 
     def bcp_test_make_room(self) -> None:
         """For what comes from the pipeline stage before: on CPUs, vLLM (0.32) leaves that to a rehearsal that it makes

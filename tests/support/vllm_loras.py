@@ -112,6 +112,8 @@ class _Runner:
             return None
         if what == "fail next load":
             return self._llm.collective_rpc("bcp_test_fail_adapter")
+        if what == "count known":
+            return self._llm.collective_rpc("bcp_test_known_adapters")
         if what == "generate":
             return self._generate(*arguments, path="/nowhere")
         return self._generate(arguments[0], path=store(self._folder, arguments[1]))

@@ -103,18 +103,21 @@ class VllmAdapters:
     def add(self, request: Any, vllm_add: Callable[[Any], bool]) -> bool:
         """Serve a request for an adapter: vLLM loads one that it does not have, or that is another one by now."""
         manager, number = self._manager, request.lora_int_id
+        held = manager._registered_adapters
+        if number not in held:  # a load, which is rare: forget the requests for adapters that vLLM has evicted
+            self._requests = {one: found for one, found in self._requests.items() if one in held}
         self._requests[number] = request, vllm_add
         adapter, model = self._pushed.get(request.lora_name), manager.get_adapter(number)
         is_pinned = False
         if model is not None and _source(model) is not adapter:
             if _source(model) is None:
                 self._own[number] = model
-            is_pinned = number in manager._registered_adapters.pinned_items
+            is_pinned = number in held.pinned_items
             manager.remove_adapter(number)
             model = None
         if model is None and adapter is not None and not adapter.tensors:
             # All layers are on other pipeline stages; vLLM would access the first one.
-            manager._registered_adapters[number] = self._made(number, adapter)
+            held[number] = self._made(number, adapter)
         is_added = vllm_add(request)
         if is_pinned:
             manager.pin_adapter(number)

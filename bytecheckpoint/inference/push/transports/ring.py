@@ -207,7 +207,8 @@ class RingBuffer(ChunkStore):
         for chunk in self._waves.chunks(self._taken):
             if self._is_vector[chunk] or self._uses_left[chunk] > 0:
                 self._aside[chunk] = self._slot(chunk).clone()
-                self.set_aside += 0 if self._is_vector[chunk] else self._aside[chunk].numel()
+                if not self._is_vector[chunk]:
+                    self.set_aside += self._aside[chunk].numel()
         synchronize([self._memory.memory])  # copies out of the slot may still be queued on the device
         self._taken += 1
         self._changed.notify_all()
