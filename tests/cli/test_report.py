@@ -170,13 +170,14 @@ def test_saves_and_loads_in_traces(traces: Path, tmp_path: Path, bcp_command: Ca
 
 def _resumed(rank: int, world_size: int, folder: str, directory: str) -> None:
     """Rank 1 is on a machine without a tier. Both ranks load a shared tensor, and each its own."""
-    root = bcp.Location(f"{folder}/store", tier=bcp.Tier(f"{folder}/tier-{rank}"))
     state = {"model": {"shared": torch.ones(1 << 20)}, "own": {f"w{rank}": torch.ones(1 << 20)}}
-    bcp.save(root.join("step-1"), state).uploaded()
-    if rank == 1:
-        shutil.rmtree(f"{folder}/tier-1")
+    saved, loaded = (
+        bcp.Location(f"{folder}/store", tier=bcp.Tier(f"{folder}/{tier}")).join("step-1")
+        for tier in (f"tier-{rank}", "empty" if rank == 1 else f"tier-{rank}")
+    )
+    bcp.save(saved, state).uploaded()
     with TraceFiles(directory):
-        bcp.load(root.join("step-1"), state, options=bcp.LoadOptions(share_reads="always"))
+        bcp.load(loaded, state, options=bcp.LoadOptions(share_reads="always"))
 
 
 def test_the_sources_of_a_resume(rank_pool: RankPool, tmp_path: Path, bcp_command: Callable[..., Any]) -> None:
