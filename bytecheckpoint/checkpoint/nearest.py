@@ -154,8 +154,10 @@ class NearestBackend(StorageBackend):
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         found = {one.key: one for one in self._near.list(prefix) if one.key.startswith(ATTEMPT_PREFIX)}
-        far = self._of_store(lambda: tuple(self._far.list(prefix)), tuple[ObjectStat, ...]())
-        found |= {one.key: one for one in far}
+        for one in self._of_store(lambda: tuple(self._far.list(prefix)), tuple[ObjectStat, ...]()):
+            # A read takes the copy that is whole, and a file that is still being uploaded, or was cut off, is shorter.
+            if one.key not in found or one.size >= found[one.key].size:
+                found[one.key] = one
         return iter(sorted(found.values(), key=lambda one: one.key))
 
     def list_children(self, prefix: str = "") -> Sequence[str]:

@@ -261,6 +261,19 @@ def test_the_next_job_continues_the_upload(places: Places) -> None:
     assert {path.name for path in places.store.iterdir()} - {"lease.msgpack"} == {"objects", "step-3"}
 
 
+def test_a_checkpoint_whose_upload_has_just_begun_is_the_newest(places: Places) -> None:
+    """A folder shows a file from its creation on, when nothing of it is written yet."""
+    leave_an_upload(places)
+    staged = places.staged_objects(2)
+    places.objects(2).mkdir()
+    for file in staged.iterdir():
+        (places.objects(2) / file.name).touch()
+    newest = bcp.latest(bcp.Location(places.store, tier=bcp.Tier(places.tier)))
+    assert newest is not None
+    assert newest.step == 2
+    check(places.location(2), 2)
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("is_removed", [False, True])
 def test_another_job_cleans_up_before_the_upload_is_continued(
