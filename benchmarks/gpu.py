@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --device cpu --mebibytes 8   a dry run of the same code
 
 First all of ``tests/gpu``, file by file. Then rounds of floors, this library, ``torch.distributed.checkpoint``,
-safetensors and checkpoint-engine, which take turns; then pushes into engines on the same GPU (``gpu_parts``). What is
-missing is printed in one line, and the rest runs.
+safetensors and checkpoint-engine, which take turns; then many small tensors, and pushes into engines on the same GPU
+(``gpu_parts``). What is missing is printed in one line, and the rest runs.
 
 Each file of tests and each part runs in a separate process with a time limit: a part that fails, hangs or crashes,
 or leaves the device in error, is reported, and the others run. The results are written again after each of them. This
@@ -56,10 +56,14 @@ FLOORS = {
     "device to device": "copy of the state within the device's memory",
     "direct write": "the same bytes from host memory, O_DIRECT, durable",
     "direct read": "the same bytes into host memory, cold",
+    "small tensors, each to pinned memory": "20,000 copies of 4 to 64 KiB, one after another",
+    "small tensors, each from pinned memory": "the same, back",
     "one copy of the weights": "a third of the state, within the device's memory",
     "the weights through one TCP stream": "in host memory",
 }
 FLOOR_OF = {
+    "small tensors, load": "small tensors, each from pinned memory",
+    "small tensors": "small tensors, each to pinned memory",
     "stall, asynchronous": "device to pinned memory",
     "stall, gated": "device to pinned memory",
     "save, durable": "direct write",
@@ -69,7 +73,7 @@ FLOOR_OF = {
 
 ROUNDS = ("floors", "library", "dcp", "safetensors", "checkpoint_engine")
 """The parts of which every round runs once, in turn."""
-ONCE = ("push", "push_by_cuda_ipc")
+ONCE = ("small_tensors", "push", "push_by_cuda_ipc")
 
 _MEBIBYTES = 4096
 _TESTS_SHARE, _ROUNDS_SHARE = 0.45, 0.8  # of the time: when tests and rounds end
@@ -322,7 +326,8 @@ def page(document: dict[str, Any]) -> str:
         floor = next((medians.get(floor) for key, floor in FLOOR_OF.items() if what.startswith(key)), None)
         # A push moves the weights, a third of the state.
         nbytes = document["bytes"] / 3 if what.startswith("push") or "weights" in name else document["bytes"]
-        rate = "" if "nothing has changed" in what else f"{nbytes / seconds / 1e9:.2f}"
+        has_rate = "nothing has changed" not in what and "small tensors" not in name
+        rate = f"{nbytes / seconds / 1e9:.2f}" if has_rate else ""
         ratio = f"{seconds / floor:.2f}" if floor else ""
         label = f"floor: {name} ({FLOORS[name]})" if name in FLOORS else name
         lines.append(f"| {label} | {seconds:.4f} | {rate} | {ratio} |")

@@ -36,8 +36,15 @@ _BUCKET_BYTES = 64 << 20
 _PACKAGE = "checkpoint-engine's function for workers, with a sender written here"
 _LOOP = "a loop like checkpoint-engine's, in one process"
 _PUSH_ROUNDS = 3
+_SMALL_ROUNDS = 4
 
 Seconds = dict[str, list[float]]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's kernels and copies."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Training:
@@ -63,8 +70,7 @@ class Training:
         return time.perf_counter() - begin
 
     def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -90,16 +96,16 @@ class Training:
 class Timer:
     """Collects seconds by name."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.seconds: Seconds = {}
-        self._training = training
+        self._device = device
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        self._training.sync()
+        synchronize(self._device)
         begin = time.perf_counter()
         yield
-        self._training.sync()
+        synchronize(self._device)
         self.add(name, time.perf_counter() - begin)
 
     def add(self, name: str, seconds: float) -> None:
@@ -115,7 +121,7 @@ def floors(training: Training, timer: Timer, folder: str) -> None:
     host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
     there = [torch.empty_like(tensor) for tensor in tensors]
     for warm in (True, False):
-        scratch = Timer(training) if warm else timer
+        scratch = Timer(training.device) if warm else timer
         for name, targets, sources in (
             ("device to pinned memory", host, tensors),
             ("pinned memory to device", there, host),
@@ -389,6 +395,50 @@ def _package_worker(pipe: Connection, device: str, shapes: list[tuple[torch.Size
             worker.update_weights_from_ipc(context, address, index, run=load)
 
 
+def small_tensors(settings: Settings) -> Seconds:
+    """Save and load 20,000 tensors of 4 to 64 KiB, as experts and adapters have them; fewer for a small state."""
+    import bytecheckpoint as bcp
+    from benchmarks.workloads import make
+
+    device = torch.device(settings.device)
+    specs = make("tiny-tensors", min(1.0, settings.nbytes / (700 << 20))).tensors
+    tensors = [torch.randn(one.shape, device=device).to(getattr(torch, one.dtype)) for one in specs]
+    state = {"model": {one.name: tensor for one, tensor in zip(specs, tensors, strict=True)}}
+    expected = [tensor.clone() for tensor in tensors]
+    host = [torch.empty(one.shape, dtype=one.dtype, pin_memory=device.type == "cuda") for one in tensors]
+    timer = Timer(device)
+    for turn in range(min(_SMALL_ROUNDS, settings.rounds) + 1):
+        if turn == 1:
+            timer.seconds.clear()  # memory, pools and plans are new in the first round
+        with tempfile.TemporaryDirectory(prefix="small-", dir=settings.folder) as work:
+            paths = [os.path.join(work, name) for name in ("asynchronous", "gated", "durable")]
+            with timer.time("small tensors, each to pinned memory"):
+                _copy_each(host, tensors)
+            with timer.time("small tensors, each from pinned memory"):
+                _copy_each(tensors, host)
+            with timer.time("bytecheckpoint: small tensors, stall"):
+                handle = bcp.save(paths[0], state, async_save=True)
+            handle.result()
+            begin = time.perf_counter()  # the copy goes on
+            handle = bcp.save(paths[1], state, async_save=True, options=bcp.SaveOptions(gate=True))
+            timer.add("bytecheckpoint: small tensors, return of a gated save", time.perf_counter() - begin)
+            handle.result()
+            with timer.time("bytecheckpoint: durable save of small tensors"):
+                bcp.save(paths[2], state)
+            for tensor in tensors:
+                tensor.zero_()
+            with timer.time("bytecheckpoint: small tensors, load, warm"):
+                bcp.load(paths[2], state)
+        if not all(map(torch.equal, tensors, expected)):
+            raise AssertionError("the load did not restore the tensors")
+    return timer.seconds
+
+
+def _copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
 def push(settings: Settings) -> Seconds:
     """Push with this library into engines on the same device, and copy the same bytes once."""
     return _push(settings, is_ipc=False)
@@ -427,6 +477,7 @@ def describe(settings: Settings) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Settings], Any]] = {
     "describe": describe,
+    "small_tensors": small_tensors,
     "push": push,
     "push_by_cuda_ipc": push_by_cuda_ipc,
 }
@@ -466,7 +517,7 @@ def serve(pipe: Connection, name: str, settings: Settings, log: str) -> None:
 
 
 def _round(training: Training, name: str, settings: Settings) -> dict[str, Any]:
-    timer = Timer(training)
+    timer = Timer(training.device)
     with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=settings.folder) as work:
         ROUNDS[name](training, timer, work)
     return {"bytes": sum(tensor.nbytes for tensor in training.tensors().values()), "seconds": timer.seconds}

@@ -125,6 +125,7 @@ def train(
     has_io: bool = False,
     is_stream: bool = False,
     fails_at: int | None = None,
+    accelerator: str = "cpu",
     **callback: Any,
 ) -> Trained:
     """Train, and save every third step; with ``killed_in_save``, the last rank is killed in the save of this step.
@@ -143,7 +144,7 @@ def train(
     watch = _Watch()
     saver = ModelCheckpoint(**{"dirpath": root, "every_n_train_steps": 3, "save_top_k": -1, **callback})
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=1 if kind == "single" else world_size,
         strategy=strategy,
         max_steps=steps,
