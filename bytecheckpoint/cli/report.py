@@ -5,12 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from html import escape
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import click
@@ -93,141 +91,30 @@ def _newest(operations: Sequence[TimedOperation]) -> list[TimedOperation]:
 
 
 def _page(document: Mapping[str, Any]) -> str:
+    from jinja2 import Environment  # here, because a report with --json does not need it
+    from markupsafe import Markup
+
     def part(name: str) -> str:
         return files(__package__).joinpath("page", name).read_text(encoding="utf-8")
 
+    def shown(value: object) -> object:
+        return printable(value) if type(value) is str else value
+
     data = zlib.compress(json.dumps(document, separators=(",", ":"), allow_nan=False).encode(), 9)
-    title = document["root"] or "Traces"
-    return Template(part("report.html")).substitute(
-        title=_text(title),
-        created=_text(_time(document)),
-        version=_text(document["version"]),
-        style=part("report.css"),
-        figures="".join(
-            f"<div><dt>{_text(name)}</dt><dd>{_text(text)}</dd></div>" for name, text in _figures(document)
-        ),
-        checkpoints=_table(_CHECKPOINT_COLUMNS, map(_checkpoint_row, reversed(document["checkpoints"]))),
-        operations="".join(_operation(one, document["floor"] or {}) for one in document["operations"]),
+    environment = Environment(autoescape=True, finalize=shown)
+    environment.filters |= {"time": _time, "size": size_text, "seconds": _seconds, "rate": _rate}
+    environment.filters["count"] = "{:,}".format
+    return environment.from_string(part("report.html")).render(
+        document,
         data=base64.b64encode(data).decode(),
-        echarts=part("echarts.min.js"),
-        script=part("report.js"),
+        style=Markup(part("report.css")),
+        echarts=Markup(part("echarts.min.js")),
+        script=Markup(part("report.js")),
     )
 
 
-def _figures(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what a person would ask first."""
-    found = document["checkpoints"]
-    newest = next((one for one in found if one["newest"]), None)
-    if newest is not None:
-        yield "Newest checkpoint", newest["name"] if newest["step"] is None else f"step {newest['step']:,}"
-        yield "Saved at (UTC)", _time(newest)
-        yield "Size", size_text(newest["bytes"] + newest["shared_bytes"])
-        yield "Ranks", f"{newest['world_size']:,}"
-        if newest["seconds"] is not None:
-            yield "Training waited", _seconds(newest["stall"])
-            yield "Saved in", _seconds(newest["seconds"])
-    if found:
-        complete = sum(one["status"] == "checkpoint" and not one["problem"] for one in found)
-        yield "Complete", f"{complete} of {len(found)}"
-        yield "Uploads pending", str(len(document["uploads_waiting"]))
-    if document["floor"]:
-        yield "This machine writes", _rate(document["floor"]["write"])
-        yield "This machine reads", _rate(document["floor"]["read"])
-
-
-_CHECKPOINT_COLUMNS = (
-    "Checkpoint",
-    ">Step",
-    "Saved at (UTC)",
-    ">Written",
-    ">Shared",
-    ">Duration",
-    ">Stall",
-    ">Rate",
-    ">Ranks",
-    "State",
-)
-
-
-def _checkpoint_row(one: Mapping[str, Any]) -> Sequence[str]:
-    if one["status"] != "checkpoint":
-        return (one["name"], *[""] * 8, one["problem"])
-    times = ["" if one[key] is None else _seconds(one[key]) for key in ("seconds", "stall")]
-    state = one["problem"] or ("complete, newest" if one["newest"] else "complete")
-    return (
-        one["name"],
-        "" if one["step"] is None else f"{one['step']:,}",
-        _time(one),
-        size_text(one["bytes"]),
-        size_text(one["shared_bytes"]) if one["shared_bytes"] else "",
-        *times,
-        _rate(one["bytes"] / one["seconds"]) if one["seconds"] else "",
-        f"{one['world_size']:,}",
-        state,
-    )
-
-
-def _time(one: Mapping[str, Any]) -> str:
-    return str(one["created"])[:16].replace("T", " ")
-
-
-def _operation(one: Mapping[str, Any], floor: Mapping[str, float]) -> str:
-    """Return the tables of a save or load: its slow ranks, its rates, and where the bytes of a load came from."""
-    slowest = [
-        (
-            str(slow["rank"]),
-            slow["host"],
-            slow["step"],
-            _seconds(slow["seconds"]),
-            _seconds(slow["median"]),
-            f"{slow['seconds'] / slow['median']:.1f}" if slow["median"] else "",
-        )
-        for slow in one["slowest"]
-    ]
-    moved = [
-        (
-            moved["step"],
-            size_text(moved["bytes"]),
-            _seconds(moved["seconds"]),
-            _rate(rate := moved["bytes"] / moved["seconds"]),
-            *([f"{rate / floor[moved['step']]:.0%}" if moved["step"] in floor else ""] if floor else []),
-        )
-        for moved in one["moved"]
-    ]
-    tables = (
-        _table((">Rank", "Host", "Step", ">Seconds", ">Median of all ranks", ">Times the median"), slowest),
-        _table(("Step", ">Bytes", ">Slowest rank", ">Rate", *([">Of this machine's"] if floor else [])), moved),
-        _table(("Source", ">Bytes", ">Share", ">Ranks", ">Most", ">By rank"), [*_sources(one["sources"])]),
-    )
-    slow = tables[0] or "<p class=muted>No rank was slow.</p>"
-    heading = f"<h3>{_text(one['kind'])} of {_text(one['name'])}</h3>"
-    return f"<section class=tables>{heading}{slow}{tables[1]}{tables[2]}</section>"
-
-
-def _sources(sources: Mapping[str, Sequence[int]]) -> Iterator[Sequence[str]]:
-    whole = sum(map(sum, sources.values()))
-    for source, by_rank in sources.items():
-        nbytes, most = sum(by_rank), max(by_rank)
-        ranks = f"{sum(map(bool, by_rank)):,}"
-        share = f"{nbytes / max(whole, 1):.0%}"
-        yield source, size_text(nbytes), share, ranks, size_text(most), str(by_rank.index(most))
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; columns whose title begins with ``>`` are right-aligned."""
-    marks = [" class=n" if column.startswith(">") else "" for column in columns]
-    head = "".join(
-        f"<th scope=col{mark}>{_text(column.lstrip('>'))}</th>" for mark, column in zip(marks, columns, strict=True)
-    )
-    body = "".join(
-        "<tr>" + "".join(f"<td{mark}>{_text(cell)}</td>" for mark, cell in zip(marks, row, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if body else ""
-
-
-def _text(text: str) -> str:
-    return escape(printable(text))
+def _time(created: str) -> str:
+    return created[:16].replace("T", " ")
 
 
 def _seconds(seconds: float) -> str:
