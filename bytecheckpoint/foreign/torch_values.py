@@ -19,7 +19,7 @@ from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
-from .archives.torch_archive import LEGACY_MAGIC, read_archive
+from .archives.torch_archive import OLD_MAGIC, read_archive
 from .building import IndexBuilder, StoredBox, StoredLeaf
 from .naming import sections_of, step_of
 from .pickles.classes import explain
@@ -125,7 +125,7 @@ def read_torch_file(source: SourcePath) -> Index | None:
         return None
     try:
         size = source.backend.stat(source.name).size
-        magic = bytearray(min(size, 2 + len(LEGACY_MAGIC)))
+        magic = bytearray(min(size, 2 + len(OLD_MAGIC)))
         source.backend.read_into(source.name, 0, magic)
     except KeyNotFoundError:
         return None
@@ -135,7 +135,7 @@ def read_torch_file(source: SourcePath) -> Index | None:
             f"that it was converted from"
         )
     refuse_pointer(bytes(magic), source.url)
-    if not magic.startswith(_ZIP) and magic[2:] != LEGACY_MAGIC:
+    if not magic.startswith(_ZIP) and magic[2:] != OLD_MAGIC:
         return None
     builder = IndexBuilder(source.backend, "torch.save")
     value = read_archive(source.backend, source.name).value

@@ -136,14 +136,6 @@ def test_crc_of_each_storage(tmp_path: Path, has_crcs: bool) -> None:
         assert ref.storage.crc32 == (zlib.crc32(raw) if has_crcs else None)
 
 
-def test_files_of_old_torch(tmp_path: Path) -> None:
-    base = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
-    value = {"base": base, "view": base.t()[1:], "empty": torch.empty(0, 3), "int": [torch.tensor(7)], "lr": 0.1}
-    value["many"] = ["x" * 1000 + str(index) for index in range(2000)]  # more than the first read
-    found, expected = load(tmp_path, value, _use_new_zipfile_serialization=False)
-    assert_equal(found, expected, tmp_path)
-
-
 @pytest.mark.parametrize("has_crcs", [True, False])
 def test_many_archives_in_one_file_equal_single_ones(
     tmp_path: Path, has_crcs: bool, monkeypatch: pytest.MonkeyPatch

@@ -205,12 +205,12 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, error: type[Exc
         bcp.open(tmp_path / "x.pt")
 
 
-def test_files_of_the_format_before_zip_archives(tmp_path: Path) -> None:
-    model, other = _model(), _model()
-    torch.save({"model": model.state_dict(), "step": 7}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    report = bcp.load(tmp_path / "old.pt", {"model": other})
-    assert report.step == 7
-    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_files_from_before_archives_are_named(tmp_path: Path, is_folder: bool) -> None:
+    name = "pytorch_model.bin" if is_folder else "old.pt"
+    torch.save(_model().state_dict(), tmp_path / name, _use_new_zipfile_serialization=False)
+    with pytest.raises(FormatError, match=rf"{name}: a torch before 1\.6 wrote it.*torch\.save\(torch\.load\("):
+        bcp.open(tmp_path if is_folder else tmp_path / name)
 
 
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"

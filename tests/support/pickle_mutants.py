@@ -71,7 +71,6 @@ def sources() -> dict[str, bytes]:
         "optimizer.pt": saved(optimizer.state_dict()),
         "nested.pt": saved(nested),
         "nested4.pt": saved(nested, pickle_protocol=4),
-        "old.pt": saved(nested, _use_new_zipfile_serialization=False),
         "metadata": pickle.dumps(metadata, protocol=4),
         "values": pickle.dumps([nested["b"], nested["n"], 2**100, "text", {"x": [1, 2]}], protocol=2),
         "framed": pickle.dumps([nested["b"], 1.5, "text", {"x": [1, 2]}, bytearray(3)], protocol=5),
@@ -177,7 +176,7 @@ def outcome(name: str, data: bytes, expected: Any) -> str:
         return "CRC-32"
     if found == expected:
         return "equal"
-    return "wrong" if name.endswith(".pt") and name != "old.pt" else "other value"
+    return "wrong" if name.endswith(".pt") else "other value"
 
 
 def watch() -> Callable[[], list[str]]:

@@ -180,34 +180,19 @@ def interpret(data: bytes, where: str, persistent: Persistent | None = None) -> 
     Raises:
         FormatError: It is not a valid pickle, or it exceeds a limit.
     """
-    found = interpret_prefix(data, where, persistent)
-    if found is None:
-        raise FormatError(f"{where}: its pickle ends early; fetch the file again")
-    value, end = found
-    if end != len(data):
-        raise FormatError(f"{where}: {len(data) - end} bytes follow its pickle")
-    return value
-
-
-def interpret_prefix(
-    data: bytes, where: str, persistent: Persistent | None = None, start: int = 0
-) -> tuple[Any, int] | None:
-    """Like ``interpret``, for a pickle that begins at ``start`` and that other bytes may follow.
-
-    Returns the object and the position after the pickle, or None if the data end first.
-    """
-    if len(data) - start > MAX_PICKLE_BYTES:
+    if len(data) > MAX_PICKLE_BYTES:
         raise FormatError(f"{where}: its pickle has {len(data)} bytes; at most {MAX_PICKLE_BYTES} are read")
-    stream, machine, position = io.BytesIO(data), Machine(len(data), persistent), start
-    stream.seek(start)
+    stream, machine, position = io.BytesIO(data), Machine(len(data), persistent), 0
     try:
         with gc_pause.paused():
             while code := stream.read(1):
                 position = stream.tell() - 1  # word-ok: a method of files
                 if code == _STOP:
+                    if position + 1 < len(data):
+                        raise FormatError(f"{len(data) - position - 1} bytes follow its end")
                     value = machine.stack.pop()
-                    check_tree(value, limit=1_000_000 + 8 * (position - start))
-                    return value, position + 1
+                    check_tree(value, limit=1_000_000 + 8 * position)
+                    return value
                 if code not in OPCODES:
                     raise FormatError(f"opcode {code!r} is unknown or not supported")
                 read, handle = OPCODES[code]
@@ -221,4 +206,4 @@ def interpret_prefix(
         # pickletools raises ValueError if an argument reaches beyond the end.
         if type(error) is not ValueError or stream.tell() < len(data):  # word-ok: a method of files
             raise FormatError(f"{where}: its pickle is invalid at byte {position}: {error!r:.200}") from error
-    return None
+    raise FormatError(f"{where}: its pickle ends early; fetch the file again")
