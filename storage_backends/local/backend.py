@@ -70,8 +70,8 @@ class LocalBackend(StorageBackend):
 
         Args:
             root: The directory. It need not exist.
-            direct_io: Whether long writes, and long reads of bytes that are not in the page cache, bypass the page
-                cache if the file system supports it. Turn it off if several processes of a machine read the same files
+            direct_io: Whether long writes, and what a load reads and is not in the page cache, bypass the page cache
+                if the file system supports it. Turn it off if several processes of a machine read the same files
                 one after the other.
 
         Raises:
@@ -174,7 +174,7 @@ class LocalBackend(StorageBackend):
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
         # A descriptor that is kept open would continue to read an object that has been replaced.
         with self._open(key) as opened:
-            opened.read_once(offset, buffer)
+            opened.read(offset, [buffer])
 
     def open_object(self, key: str) -> ObjectReader:
         return self._open(key)

@@ -5,8 +5,8 @@ its head and tail that it covers in part always go through the page cache. Write
 both ways, and the two paths need no coherence.
 
 Direct transfers need aligned memory, and a device transfers one long run of memory much faster than 500 scattered
-pages. Reads, and writes of unaligned data, therefore go through a bounce buffer: one per thread, in one huge page,
-small enough to stay in the processor's cache, where the second copy is cheap.
+pages. Callers read into such memory. Writes of unaligned data go through a bounce buffer: one per thread, in one huge
+page, small enough to stay in the processor's cache, where the second copy is cheap.
 
 All functions raise ``OSError``. If a file system refuses ``O_DIRECT``, they use the page cache for the rest.
 """
@@ -25,7 +25,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ..posix import UNSUPPORTED, libc_function, read_scattered_at, write_at
+from ..posix import UNSUPPORTED, libc_function, write_at
 
 PAGE = max(mmap.PAGESIZE, 4096)
 """The alignment of file offsets in bytes: the unit of the page cache. No device has larger blocks."""
@@ -33,11 +33,7 @@ PAGE = max(mmap.PAGESIZE, 4096)
 MIN_WRITE = 256 << 10
 """Bytes from which a write is direct: each direct write is a round trip to the device."""
 
-MIN_READ = 256 << 10
-"""Bytes from which a read is direct: shorter reads profit from the page cache's read-ahead."""
-
 _BOUNCE = 2 << 20  # bytes: one huge page
-_BOUNCE_PAGES = _BOUNCE // PAGE
 _MAX_WRITE_BYTES = 1 << 30  # the kernel accepts a little less than 2 GiB
 
 _WIPE_ON_FORK = 18  # madvise(2), Linux 4.14
@@ -82,25 +78,6 @@ class DirectFile:
             if count < len(part):
                 break
         return done
-
-    def chunks(self, offset: int, length: int) -> Iterator[_Bytes]:
-        """Yield ``length`` bytes from ``offset``, fewer if ``read_scattered_at`` must report the cause.
-
-        A chunk is valid until the next one is requested.
-        """
-        array, memory = _own_bounce()
-        end = offset + length
-        while offset < end:
-            start = offset // PAGE * PAGE
-            pages = -(-(end - start) // PAGE)
-            # Split evenly, to avoid a round trip for a few bytes at the end.
-            pages = -(-pages // -(-pages // _BOUNCE_PAGES))
-            length = min(end - start, pages * PAGE)
-            count = self.read(memory[: pages * PAGE], start)
-            if start + count <= offset:
-                return
-            yield array[offset - start : min(count, length)]
-            offset = start + min(count, length)
 
     def read(self, memory: memoryview, offset: int) -> int:
         """Read whole pages, from the beginning of a page, into aligned memory.
@@ -149,15 +126,6 @@ def write_direct(file: DirectFile, fd: int, data: memoryview, offset: int) -> No
     done = start + file.write(data[start - offset : stop - offset], start)
     write_at(fd, data[: start - offset], offset)
     write_at(fd, data[done - offset :], done)
-
-
-def read_direct(file: DirectFile, fd: int, buffer: memoryview, offset: int) -> int:
-    """Like ``read_scattered_at``, but directly as long as possible; ``fd`` is a descriptor of the same file."""
-    done, array = 0, _as_array(buffer)
-    for chunk in file.chunks(offset, len(buffer)):
-        np.copyto(array[done : done + len(chunk)], chunk)
-        done += len(chunk)
-    return done + read_scattered_at(fd, [buffer[done:]], offset + done)
 
 
 class _Own(threading.local):

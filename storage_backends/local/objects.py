@@ -16,7 +16,7 @@ from ..base import ObjectReader
 from ..buffers import byte_view, writable_view
 from ..posix import free_bytes, preallocate, read_scattered_at, refresh, write_at
 from ..writers import CheckedWriter
-from .direct_io import MIN_READ, MIN_WRITE, PAGE, DirectFile, read_direct, write_direct
+from .direct_io import MIN_WRITE, PAGE, DirectFile, write_direct
 from .page_cache import PageCache
 from .root import LocalRoot
 
@@ -135,10 +135,7 @@ class LocalWriter(CheckedWriter):
 
 
 class LocalReader(ObjectReader):
-    """A regular file, opened for reading. It remains the same file if the key is replaced.
-
-    Long reads of bytes that are not in the page cache bypass it.
-    """
+    """A regular file, opened for reading. It remains the same file if the key is replaced."""
 
     size: int
 
@@ -166,7 +163,18 @@ class LocalReader(ObjectReader):
         self._cache = PageCache(self.fd)
 
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        self._read(offset, [writable_view(self._action, buffer) for buffer in buffers], None)
+        views = [writable_view(self._action, buffer) for buffer in buffers]
+        if offset < 0:
+            raise StorageError(f"{self._action}: the offset is {offset}")
+        end = offset + sum(map(len, views))
+        with self._translated_errors():
+            done = read_scattered_at(self.fd, views, offset)
+        # An empty read beyond the end moves no bytes, but it is out of range.
+        if done < end - offset or offset > self.size:
+            raise StorageError(
+                f"{self._action}: requested bytes [{offset}, {end}), got {done}: the object has only "
+                f"{self.size} bytes; it was cut short or replaced"
+            )
 
     def read_all(self, max_size: int | None) -> bytes:
         """Read to the end of the file, whatever size was cached; no more than a byte beyond ``max_size``."""
@@ -178,12 +186,6 @@ class LocalReader(ObjectReader):
                     if done < len(content) or (max_size is not None and done > max_size):
                         return bytes(view[:done])
                 content += bytes(len(content))
-
-    def read_once(self, offset: int, buffer: Buffer) -> None:
-        """Like ``read``, but bypass the page cache if that is faster."""
-        view = writable_view(self._action, buffer)
-        cached = len(view) < MIN_READ or offset < 0 or self.is_cached(offset, len(view))
-        self._read(offset, [view], None if cached else self._open_direct())
 
     def is_cached(self, offset: int, length: int) -> bool:
         with self._translated_errors():
@@ -199,7 +201,8 @@ class LocalReader(ObjectReader):
         with self._translated_errors():
             if direct is not None:
                 done = direct.read(view, offset)
-                self._check_refused(direct)
+                if direct.refused:
+                    self._root.disable_direct_io("a read was refused")
             if done < len(view) and offset + done < self.size:
                 # The direct read was refused or short: a read through the page cache reports the cause.
                 done += read_scattered_at(self.fd, [view[done:]], offset + done)
@@ -223,27 +226,6 @@ class LocalReader(ObjectReader):
                 self._direct_tried = True
                 self._direct = self._root.open_direct(self.fd, os.O_RDONLY)
             return self._direct
-
-    def _read(self, offset: int, views: Sequence[memoryview], direct: DirectFile | None) -> None:
-        if offset < 0:
-            raise StorageError(f"{self._action}: the offset is {offset}")
-        end = offset + sum(map(len, views))
-        with self._translated_errors():
-            if direct is None:
-                done = read_scattered_at(self.fd, views, offset)
-            else:
-                done = read_direct(direct, self.fd, views[0], offset)
-                self._check_refused(direct)
-        # An empty read beyond the end moves no bytes, but it is out of range.
-        if done < end - offset or offset > self.size:
-            raise StorageError(
-                f"{self._action}: requested bytes [{offset}, {end}), got {done}: the object has only "
-                f"{self.size} bytes; it was cut short or replaced"
-            )
-
-    def _check_refused(self, direct: DirectFile) -> None:
-        if direct.refused:
-            self._root.disable_direct_io("a read was refused")
 
     def _translated_errors(self) -> AbstractContextManager[None]:
         return self._root.translated_errors(self._action, reading=True)
