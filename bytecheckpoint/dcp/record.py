@@ -1,4 +1,4 @@
-"""Check all ranks' plans, write a rank's items into files of one attempt, and build the manifest of all of them."""
+"""Write a rank's items into files of one attempt, and build the manifest of all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-from torch.distributed.checkpoint.planner import SavePlan
 
 from ..engine.files import FileImage, data_key, lay_out_file, tensor_image
 from ..engine.writing import WrittenFile, write_images, write_whole
@@ -17,7 +16,6 @@ from ..format.manifest.document import Manifest, SectionInfo, timestamp
 from ..format.values.encoding import encode_value
 from ..format.values.files import encode_path, encode_values_file
 from ..format.values.types import path_name
-from ..planners.save_plan import plan_columns
 from ..saving.engine import SaveEngine
 from ..saving.options import SaveRequest
 from ..saving.record import file_table
@@ -26,43 +24,9 @@ from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta, Path
-from ..tensors.shards import basic_meta
 from ..tensors.tables import BoxTable, TensorTable
 from ..version import HEADER_METADATA, VERSION
 from .items import SectionItems, describe_containers
-
-
-def check_tiling(plans: Sequence[SavePlan]) -> int:
-    """Check that the boxes of all ranks tile their tensors; return the bytes of all boxes.
-
-    Raises:
-        PlanError: Boxes overlap, leave a hole or exceed their tensor, or ranks describe a tensor differently.
-        UnsupportedTensorError: A tensor has a dtype that cannot be stored.
-    """
-    metas: dict[str, BasicMeta] = {}
-    boxes: list[tuple[str, Box, int]] = []
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            if item.tensor_data is None:
-                continue
-            fqn, data = item.index.fqn, item.tensor_data
-            meta = basic_meta(data.properties.dtype, data.size)
-            if metas.setdefault(fqn, meta) != meta:
-                raise PlanError(f"{fqn}: rank {rank} has parts of {meta}, another rank parts of {metas[fqn]}")
-            boxes.append((fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), rank))
-    names = sorted(metas)
-    rows = {name: row for row, name in enumerate(names)}
-    tensors = TensorTable.build([("", name, metas[name]) for name in names])
-    tensors.names = names
-    table = BoxTable.build([(rows[fqn], box) for fqn, box, _ in boxes])
-    rank_of = np.array([rank for *_, rank in boxes], np.int64)
-    planned = plan_columns(tensors, table, rank_of, np.arange(len(boxes)), world_size=len(plans))
-    if int((planned.shards.numel() > 0).sum()) != int((table.numel() > 0).sum()):
-        raise PlanError(
-            "several ranks would write the same part of a tensor, because the planner has not removed replicas; let "
-            "create_global_plan do so, as DefaultSavePlanner does"
-        )
-    return int(table.nbytes(tensors).sum())
 
 
 @dataclass

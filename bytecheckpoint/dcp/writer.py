@@ -26,16 +26,18 @@ from ..engine.writing import check_space
 from ..errors import (
     CommitUnknownError,
     DisagreementError,
+    FormatError,
     PlanError,
     UsageError,
 )
+from ..format.manifest.envelope import encode
 from ..frameworks.tree import CapturedSection
 from ..runtime.arguments import check_arguments, options_of
 from ..saving.options import SaveOptions, SaveRequest
 from ..storage_backends import StorageBackend, url_text
 from ..telemetry.trace import Timings
 from .items import METADATA_KEY, describe_containers, is_served, resolve_items, top_level_section
-from .record import RankRecord, Share, assemble, check_tiling, write_items
+from .record import RankRecord, Share, assemble, write_items
 
 _NOTE = "dcp-attempt"
 """Names the attempt while ranks write that use a cached plan, which names an earlier one."""
@@ -151,7 +153,7 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: check that the items tile their tensors, and name the attempt into which all write.
+        """On the coordinator: check that there is space, and name the attempt into which all write.
 
         Args:
             plans: The plans of all ranks.
@@ -160,20 +162,17 @@ class Writer(StorageWriter):
             The plans, with what each rank needs to know in ``storage_data``.
 
         Raises:
-            PlanError: Boxes overlap, leave a hole or exceed their tensor, or ranks describe a tensor differently.
-            StateError: A tensor cannot be stored.
             StorageError: The store failed, or has too little space.
         """
         if not self._uses_collectives:
             return plans
         backend = self._backend()
-        is_complete = all(plan.usable for plan in plans)
-        nbytes = check_tiling(plans) if is_complete else 0
+        nbytes = sum(_nbytes(item) for plan in plans for item in plan.items)
         check_space(backend, nbytes)
         attempt = new_attempt()
         self._attempt = attempt
         self._remove = weakref.finalize(self, _remove_attempt, backend, attempt, os.getpid())
-        if not is_complete:
+        if not all(plan.usable for plan in plans):
             backend.put(_NOTE, attempt.encode())
         share = Share(backend.url, attempt, top_level_section(plans), self._request().chunk_size_for(nbytes))
         return [dataclasses.replace(plan, storage_data=dataclasses.replace(share)) for plan in plans]
@@ -229,7 +228,8 @@ class Writer(StorageWriter):
             results: What ``write_data`` has returned, by rank.
 
         Raises:
-            PlanError: The ranks did not write into one attempt.
+            PlanError: The ranks did not write into one attempt, or their items overlap, leave a hole, exceed their
+                tensor or describe it differently.
             StorageError: The store failed, and nothing was committed.
             CommitUnknownError: The checkpoint may or may not exist.
             ControlError: Without collectives, the ranks could not work together.
@@ -328,7 +328,15 @@ class Writer(StorageWriter):
         with timings.step("commit"):
             manifest = assemble(backend, self._attempt, records, options, timings, world_size=len(results))
             try:
-                replaced = commit(backend, manifest, may_replace=self._overwrite)
+                data = encode(manifest)
+            except FormatError as error:
+                self._remove()
+                raise PlanError(
+                    f"the items of all ranks are not those of whole tensors: {error}; let create_global_plan remove "
+                    f"replicas and check the plans, as DefaultSavePlanner does"
+                ) from error
+            try:
+                replaced = commit(backend, data, may_replace=self._overwrite)
             except CommitUnknownError:
                 self._remove.detach()
                 raise

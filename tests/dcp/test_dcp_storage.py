@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -582,11 +583,13 @@ def test_unusual_items_are_refused(tmp_path: Path) -> None:
         def transform_object(self, write_item: Any, object: Any) -> Any:
             return io.BytesIO(b"raw") if write_item.type == WriteItemType.BYTE_IO else object
 
-    class Incomplete(DefaultSavePlanner):
-        def create_local_plan(self) -> Any:
-            plan = super().create_local_plan()
-            plan.items[0].tensor_data.size = torch.Size([5])
-            return plan
+    class Unchecked(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            all_plans, metadata = super().create_global_plan(all_plans)
+            item = all_plans[0].items[0]
+            larger = replace(item.tensor_data, size=torch.Size([5]))
+            all_plans[0] = replace(all_plans[0], items=[replace(item, tensor_data=larger)])
+            return all_plans, metadata
 
     class Forgetful(DefaultSavePlanner):
         def finish_plan(self, new_plan: Any) -> Any:
@@ -595,6 +598,7 @@ def test_unusual_items_are_refused(tmp_path: Path) -> None:
     for planner, kind, state in (
         (Raw(), bcp.errors.UnserializableError, {"step": 1}),
         (Forgetful(), bcp.errors.PlanError, {"m": {"w": torch.ones(3)}}),
+        (Unchecked(), bcp.errors.PlanError, {"m": {"w": torch.ones(3)}}),
         (None, bcp.errors.UnsupportedTensorError, {"m": {"w": torch.ones(3).to_sparse()}}),
         (None, bcp.errors.NameCollisionError, {"m": {"w@1": torch.ones(3)}}),
     ):
