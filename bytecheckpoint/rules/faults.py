@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ..errors import RuleError
 from .patterns import numbered
@@ -51,14 +50,3 @@ class Faults:
 
 def _more(names: Sequence[str]) -> str:
     return f" and {len(names)} like it" if names else ""
-
-
-def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Return the most similar candidates, best first."""
-    matcher = difflib.SequenceMatcher(autojunk=False)
-    matcher.set_seq2(text)
-    scored = []
-    for one in set(candidates):
-        matcher.set_seq1(one)
-        scored.append((-matcher.ratio(), one))
-    return [one for _, one in sorted(scored)[:count]]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from importlib import resources
 from typing import Literal
 
 from ..errors import RuleError
 from ..tensors.metadata import BasicMeta
 from .compiled import Compiled, compile_rule, inverse_rule
-from .faults import Faults, nearest
+from .faults import Faults
 from .flat import add_flat_tensors
 from .kinds import KINDS, Averaged, Flat, Ignored, Replicated, Rule, Shaped
 from .patterns import Captures, numbered
@@ -262,8 +263,8 @@ class _Finder:
     def check_unused(self) -> None:
         """Add names without a rule, and rules without a name."""
         for names in numbered(self._missing).values():
-            near = nearest(names[0], [rule.rule.match for rule in self._rules])
             by_match = {rule.rule.match: str(rule) for rule in self._rules}
+            near = get_close_matches(names[0], by_match, cutoff=0)
             hint = f"; nearest: {', '.join(by_match[one] for one in near)}" if near else ""
             for name in names:
                 self._faults.add(
@@ -273,7 +274,7 @@ class _Finder:
         names = [group[0] for group in numbered(self._found).values()][:_MAX_SUGGESTED]
         for rule in self._rules:
             if id(rule) not in used and not rule.rule.optional:
-                near = nearest(rule.rule.match, names)
+                near = get_close_matches(rule.rule.match, names, cutoff=0)
                 hint = f" (nearest: {', '.join(near)})" if near else ""
                 detail = f"{rule} matches no tensor{hint}; correct it, remove it, or add optional = true"
                 self._faults.add("unused", "", detail)

@@ -7,9 +7,10 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
-from .faults import Faults, nearest
+from .faults import Faults
 from .kinds import KINDS, Rule, Split
 from .resolution import FilePattern
 
@@ -73,7 +74,7 @@ def read_table(table: Mapping[str, Any], label: str, variables: Variables, fault
     cls = KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
         found = "has no kind" if kind is None else f"has the unknown kind {kind!r}"
-        close = f"; did you mean {nearest(kind, KINDS, 1)[0]!r}?" if isinstance(kind, str) else ""
+        close = f"; did you mean {get_close_matches(kind, KINDS, 1, 0)[0]!r}?" if isinstance(kind, str) else ""
         faults.add("syntax", label, f"{found}; kinds: {', '.join(KINDS)}{close}")
         return None
     fields = {one.name: one for one in dataclasses.fields(cls)}
@@ -83,7 +84,7 @@ def read_table(table: Mapping[str, Any], label: str, variables: Variables, fault
         if key == "kind":
             continue
         if key not in fields:
-            close = nearest(key, fields, 1)[0]
+            close = get_close_matches(key, fields, 1, 0)[0]
             faults.add("syntax", label, f"unknown key {key!r} of kind {kind!r}; did you mean {close!r}?")
             continue
         try:

@@ -44,8 +44,8 @@ CASES: dict[str, tuple[list[Rule], list[Source], dict[str, int], str, str]] = {
         [Source("a.qkv.weights", (2,), F32)],
         {},
         "missing",
-        "a.qkv.weights: has no rule; nearest: rule 1 ('a.qkv.weight'), rule 3 ('a.norm.weight'), "
-        "rule 2 ('a.proj.weight'); "
+        "a.qkv.weights: has no rule; nearest: rule 1 ('a.qkv.weight'), rule 2 ('a.proj.weight'), "
+        "rule 3 ('a.norm.weight'); "
         'add one, with kind = "ignored" if it is not needed',
     ),
     "the shape of the issue": (
