@@ -51,14 +51,6 @@ def _binary(machine: Machine, data: bytes | bytearray) -> None:
     machine.push(data, 100 + 2 * len(data))
 
 
-def _python2_string(machine: Machine, text: str) -> None:
-    raw = text.encode("latin-1")
-    try:
-        _text(machine, raw.decode("utf-8"))
-    except UnicodeDecodeError:
-        _binary(machine, raw)  # Python 2 had one type for both
-
-
 def _put(machine: Machine, index: int) -> None:
     machine.memo[index] = machine.stack[-1]
     machine.budget -= 100
@@ -115,7 +107,6 @@ _HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(("BININT1", "BININT2", "BININT", "BINFLOAT", "LONG1", "LONG4"), _number),
     **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _text),
     **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"), _binary),
-    **dict.fromkeys(("SHORT_BINSTRING", "BINSTRING"), _python2_string),
     # containers
     "MARK": lambda machine, _: machine.mark(),
     "EMPTY_TUPLE": _constant(()),
