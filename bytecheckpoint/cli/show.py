@@ -117,9 +117,9 @@ def _statistics(parts: _Parts, *, is_exact: bool) -> dict[str, Any]:
 def _histogram(parts: _Parts, low: float, high: float, *, is_exact: bool) -> list[dict[str, Any]]:
     """Count the finite elements in intervals of equal width; few integers have an interval each."""
     if is_exact:
-        least, span = int(low), int(high) - int(low) + 1
+        span = int(high) - int(low) + 1
         bins = min(_BINS, span)
-        edges: list[float] = [least - (-number * span // bins) for number in range(bins)]
+        edges: list[float] = [int(low) - (-number * span // bins) for number in range(bins)]
     else:
         scale = max(abs(low), abs(high)) or 1.0  # so that no difference of large floats overflows
         start, width = low / scale, high / scale - low / scale
@@ -127,12 +127,8 @@ def _histogram(parts: _Parts, low: float, high: float, *, is_exact: bool) -> lis
         edges = [low, *((start + width * number / bins) * scale for number in range(1, bins))]
     counts = np.zeros(bins, np.int64)
     for part in parts():
-        if is_exact:
-            above = part.astype(np.uint64) - np.uint64(least % 2**64)  # modulo 2**64, and so without overflow
-            place = above.astype(np.float64) * bins / span
-        else:
-            place = (part[np.isfinite(part)] / scale - start) / (width or 1.0) * bins
-        counts += np.bincount(np.minimum(place.astype(np.int64), bins - 1), minlength=bins)
+        finite = part if is_exact else part[np.isfinite(part)]
+        counts += np.bincount(np.searchsorted(np.array(edges, part.dtype), finite, "right") - 1, minlength=bins)
     return [{"from": edge, "count": count} for edge, count in zip(edges, counts.tolist(), strict=True)]
 
 
