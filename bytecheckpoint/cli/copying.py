@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from .. import api
-from ..convert.copy import CopyReport, copy, finish_upload, unfinished_uploads
+from ..convert.copy import copy, finish_upload, unfinished_uploads
 from ..errors import BytecheckpointError
+from ..transfer.transfer import TransferReport
 from .options import EXIT_INTERRUPTED, Locate, command, exit_code, parse_size
 from .output import Output, printable, size_text
 
@@ -73,7 +74,7 @@ def upload_command(out: Output, at: Locate, root: str, destination: str | None, 
                 report = finish_upload(upload, target, rate_limit=rate_limit, progress=progress)
             if report is None:
                 out.line(f"{upload.url}: nothing was uploaded")
-                report = CopyReport(upload.url, 0, 0, 0)
+                report = TransferReport(upload.url)
             else:
                 out.line(_described(report))
             done.append(_document(upload.path, report))
@@ -88,13 +89,13 @@ def upload_command(out: Output, at: Locate, root: str, destination: str | None, 
         raise click.exceptions.Exit(exit_code(failures[0]))
 
 
-def _described(report: CopyReport) -> str:
+def _described(report: TransferReport) -> str:
     kept = report.size - report.sent
     earlier = f", {size_text(kept)} of it already there" if kept > 0 else ""
     return f"{report.url}: {report.files} file(s), {size_text(report.size)}{earlier}"
 
 
-def _document(source: str, report: CopyReport) -> dict[str, Any]:
+def _document(source: str, report: TransferReport) -> dict[str, Any]:
     return {"source": source, "url": report.url, "files": report.files, "bytes": report.size, "sent": report.sent}
 
 

@@ -21,23 +21,6 @@ from .rewriter import Progress
 
 
 @dataclass(frozen=True)
-class CopyReport:
-    """The result of ``copy``.
-
-    Attributes:
-        url: URL of the copy.
-        files: Number of data files.
-        size: Bytes of all data files.
-        sent: Bytes that were written; the others were at the target already, from an earlier call.
-    """
-
-    url: str
-    files: int
-    size: int
-    sent: int
-
-
-@dataclass(frozen=True)
 class RemoveReport:
     """The result of ``remove``.
 
@@ -92,7 +75,7 @@ def copy(
     window: int = WINDOW,
     progress: Progress = lambda nbytes: None,
     journal: str | os.PathLike[str] | None = None,
-) -> CopyReport:
+) -> TransferReport:
     """Copy a checkpoint exactly, and check every byte before it is written.
 
     The manifest is written when all files are durable. A journal records what is done: after a failed or killed copy,
@@ -130,16 +113,14 @@ def copy(
     journals = None if journal is None else open_backend(journal)
     if not isinstance(journals, LocalBackend | None):
         raise UsageError(f"journal must be a local directory, not {journals.display_url}")
-    store = Location.of(target).open()
-    report = copy_checkpoint(
+    return copy_checkpoint(
         checkpoint.backend,
-        store,
+        Location.of(target).open(),
         window=window,
         rate_limit=rate_limit,
         progress=progress,
         journals=None if journals is None else journals.url,
     )
-    return CopyReport(store.url, report.files, report.size, report.sent)
 
 
 def unfinished_uploads(root: str | os.PathLike[str], destination: AnyLocation | None = None) -> list[UnfinishedUpload]:
@@ -193,7 +174,7 @@ def finish_upload(
     *,
     rate_limit: float | None = None,
     progress: Progress = lambda nbytes: None,
-) -> CopyReport | None:
+) -> TransferReport | None:
     """Continue an upload where it stopped.
 
     Of a checkpoint that was saved with a tier, this uploads the files of one rank, and commits the checkpoint if
@@ -217,10 +198,8 @@ def finish_upload(
         raise UsageError(upload.problem)
     source, store = LocalBackend(upload.path), Location.of(target or upload.url).open()
     if upload.head.rank is None:
-        done: TransferReport | None = copy_checkpoint(source, store, rate_limit=rate_limit, progress=progress)
-    else:
-        done = continue_upload(source, store, upload.head, rate_limit=rate_limit, progress=progress)
-    return None if done is None else CopyReport(store.url, done.files, done.size, done.sent)
+        return copy_checkpoint(source, store, rate_limit=rate_limit, progress=progress)
+    return continue_upload(source, store, upload.head, rate_limit=rate_limit, progress=progress)
 
 
 def remove(path: AnyLocation) -> RemoveReport:

@@ -55,7 +55,7 @@ def copy_checkpoint(
         manifest = _copied(stored, begun or copy_of_attempt(stored.attempt))
         if is_there:
             progress(manifest.file_bytes)
-            report = TransferReport(len(manifest.files), manifest.file_bytes)
+            report = TransferReport(target.url, len(manifest.files), manifest.file_bytes)
             _discard(target, begun, journal)  # another copy has stored these files
         else:
 

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, attempt_time, has_expired, remove_attempt
@@ -53,7 +54,7 @@ def upload_files(
         progress=progress,
     )
     with (stop or Stop()).calling(transfer.stop):
-        return transfer.run()
+        return replace(transfer.run(), url=store.url)
 
 
 def commit_upload(

@@ -28,11 +28,13 @@ class TransferReport:
     """What a transfer did.
 
     Attributes:
+        url: URL of the copy.
         files: Number of data files.
         size: Bytes of all data files.
-        sent: Bytes that were sent.
+        sent: Bytes that were sent; the others were at the target already, from an earlier transfer.
     """
 
+    url: str
     files: int = 0
     size: int = 0
     sent: int = 0
@@ -126,7 +128,7 @@ class Transfer:
         self._journal, self._window, self._rate, self._progress = journal, window, rate_limit, progress
         self._names, self._keeps_references = names or manifest.files.name, keeps_references
         self._sizes = (manifest if keeps_references else manifest.flattened()).files.size.tolist()
-        self._report = TransferReport(len(rows), sum(self._sizes[row] for row in rows))
+        self._report = TransferReport(target.url, len(rows), sum(self._sizes[row] for row in rows))
         self._open: list[_File] = []
         self._failure: BaseException | None = None
         self._ending = Event()  # set when there is a failure, and by ``stop``
