@@ -5,7 +5,6 @@ from __future__ import annotations
 from .callbacks import Callbacks
 from .manager import CheckpointManager
 from .options import Cadence, ExceptionSave, JobOptions, Preemption, Retention
-from .prometheus import PrometheusFile
 
 __all__ = [
     "Cadence",
@@ -14,6 +13,5 @@ __all__ = [
     "ExceptionSave",
     "JobOptions",
     "Preemption",
-    "PrometheusFile",
     "Retention",
 ]
