@@ -58,49 +58,6 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-__all__ = [
-    "AccessDeniedError",
-    "BytecheckpointError",
-    "CheckpointError",
-    "CheckpointNotFoundError",
-    "CommitUnknownError",
-    "ControlError",
-    "CorruptionError",
-    "DeadlineError",
-    "DisagreementError",
-    "EngineError",
-    "FormatError",
-    "KeyChangedError",
-    "KeyExistsError",
-    "KeyNotFoundError",
-    "MismatchError",
-    "NameCollisionError",
-    "NameNotFoundError",
-    "NoValidCheckpointError",
-    "NotACheckpointError",
-    "PlanError",
-    "RankFailedError",
-    "ReplicaMismatchError",
-    "RootInUseError",
-    "RuleError",
-    "SaveFailedWarning",
-    "SavePendingError",
-    "StateError",
-    "StorageError",
-    "StorageFullError",
-    "TensorIndexError",
-    "ThreadError",
-    "UnansweredError",
-    "UnknownObjectError",
-    "UnserializableError",
-    "UnsupportedTensorError",
-    "UnsupportedURLError",
-    "UnsupportedVersionError",
-    "UploadSkippedError",
-    "UsageError",
-]
-
-
 HIDDEN_PASSWORD = "***@"
 """What messages have instead of the user and password of a URL."""
 
@@ -366,3 +323,6 @@ class EngineError(ControlError):
 
 class DeadlineError(ControlError, TimeoutError):
     """A wait exceeded its deadline; the message contains the phase and the ranks that did not arrive."""
+
+
+__all__ = sorted(name for name, found in vars().items() if isinstance(found, type))
