@@ -11,7 +11,7 @@ from bytecheckpoint.planners.contents import ContentChecks, HeldContents, compar
 World = list[dict[str, int]]
 """By rank, what each item contains."""
 
-MOST_BYTES = 40
+MOST_BYTES = 16 + 2 * 64
 
 
 def held(world: World) -> list[HeldContents]:
@@ -85,9 +85,8 @@ def test_what_must_be_equal_everywhere() -> None:
     assert is_unchanged(world[:1], world[:1], [b"anything"])
 
 
-@pytest.mark.parametrize(("count", "cacheable"), [(1, True), (12, True), (13, True), (192, True), (193, False)])
+@pytest.mark.parametrize(("count", "cacheable"), [(1, True), (64, True), (65, False)])
 def test_so_many_may_differ(count: int, cacheable: bool) -> None:
-    """Fewer and fewer bits per item, so that ranks look equal by chance more often, which only costs a new plan."""
     names = [f"{i:03d}" for i in range(count)]
     before = [{name: rank * 1000 + i for i, name in enumerate(names)} for rank in range(40)]
     comparison = compare_contents(held(before), len(before))
