@@ -76,7 +76,7 @@ def _choose(shared: _Shared, forced: Int64) -> Int64:
         return choice
     largest_first = _largest_first(shared)
     choice, loads = _choose_by_heaps(shared, forced, largest_first)
-    if float(loads.max()) > 1.02 * _least_possible(shared, forced):
+    if not alone.all():
         # The sets overlap: placing the items with the least choice first is sometimes better.
         least_movable_first = largest_first[np.argsort(widths[shared.member_set[largest_first]], kind="stable")]
         other, other_loads = _choose_by_heaps(shared, forced, least_movable_first)
@@ -110,26 +110,6 @@ def _part(shared: _Shared, items: Bool, sets: Bool) -> _Shared:
     ranks = shared.ranks[ragged_positions(shared.starts[:-1][sets], widths)]
     number = np.cumsum(sets) - 1
     return _Shared(shared.nbytes[items], number[shared.member_set[items]], ranks, ragged_starts(widths))
-
-
-def _least_possible(shared: _Shared, forced: Int64) -> float:
-    """Return a lower bound of the largest load over all choices."""
-    begins, widths = shared.starts[:-1], shared.starts[1:] - shared.starts[:-1]
-    # Ranks between which load can move have the number of the lowest of them.
-    island = np.arange(len(forced))
-    while True:
-        lowest = np.minimum.reduceat(island[shared.ranks], begins)
-        joined = island.copy()
-        np.minimum.at(joined, shared.ranks, np.repeat(lowest, widths))
-        if (joined == island).all():
-            break
-        island = joined
-    nbytes = np.bincount(island, weights=forced, minlength=len(forced))
-    nbytes += np.bincount(lowest[shared.member_set], weights=shared.nbytes, minlength=len(forced))
-    even = nbytes / np.maximum(np.bincount(island, minlength=len(forced)), 1)
-    idlest = np.minimum.reduceat(forced[shared.ranks], begins)
-    single = (shared.nbytes + idlest[shared.member_set]).max()
-    return max(float(forced.max()), float(even.max()), float(single))
 
 
 def _choose_by_heaps(shared: _Shared, forced: Int64, order: Int64) -> tuple[Int64, Int64]:
