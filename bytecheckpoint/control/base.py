@@ -163,12 +163,10 @@ class Operation(ABC):
             ControlError: The operation failed; see the class.
         """
         gathered = self.gather(phase + "/facts", msgpack.packb(facts))
-        verdict = None
-        if gathered is not None:
-            verdict = describe_disagreement(phase, [msgpack.unpackb(packed) for packed in gathered]).encode()
-        verdict = self.broadcast(phase + "/verdict", verdict)
-        if verdict:
-            raise DisagreementError(verdict.decode())
+        with self.phase(phase):
+            if gathered is not None and (text := describe_disagreement(phase, [*map(msgpack.unpackb, gathered)])):
+                raise DisagreementError(text)
+        self.broadcast(phase + "/verdict", b"" if self.rank == 0 else None)
 
     def barrier(self, phase: str) -> None:
         """Return once every rank has entered this barrier.

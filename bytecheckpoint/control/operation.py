@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from ..errors import ControlError, DisagreementError
+from ..errors import ControlError
 from ..runtime.messages import format_ranks
 from .base import Operation, Streams
 from .messages import WaitStep, pack_branch, unpack_branch
@@ -91,13 +91,6 @@ class SocketOperation(Operation):
         if router.children:
             router.flush()
         return payload
-
-    def agree(self, phase: str, facts: dict[str, str]) -> None:
-        try:
-            super().agree(phase, facts)
-        except DisagreementError as error:
-            self._outcome.set(error)
-            raise
 
     def fail(self, phase: str, error: BaseException) -> None:
         self._outcome.report_exception(error, phase)

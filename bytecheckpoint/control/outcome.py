@@ -66,11 +66,6 @@ class Outcome:
         )
         self.raise_record(FailureRecord.from_deadline(message, phase, here), is_late=True)
 
-    def set(self, error: BytecheckpointError) -> None:
-        """Set an error that all ranks raise without a report."""
-        with self._lock:
-            self.error = self.error or error
-
     def clear(self) -> None:
         """Forget the errors."""
         with self._lock:
