@@ -14,16 +14,6 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import IrregularShard, Shard, whole_tensor
 from .dtensor import attached_local_tensor, dtensor_shards, is_dtensor, loaded_class, named_whole
 
-_ADVICE = {
-    torch.sparse_coo: ".to_dense()",
-    torch.sparse_csr: ".to_dense()",
-    torch.sparse_csc: ".to_dense()",
-    torch.sparse_bsr: ".to_dense()",
-    torch.sparse_bsc: ".to_dense()",
-    torch.jagged: ".values() and .offsets() as separate tensors",
-}
-
-
 # An attribute of every parameter that ZeRO-3 partitions. Even while its values are gathered, a load into it is lost.
 # (Flat tensors of its optimizer have other attributes of such parameters.)
 _ZERO3 = "ds_tensor"
@@ -149,7 +139,7 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
             "it to a plain tensor first, or store its parts as separate tensors"
         )
     if tensor.layout != torch.strided or tensor.is_nested:
-        way_out = ".unbind() as separate tensors" if tensor.is_nested else _ADVICE.get(tensor.layout, ".to_dense()")
+        way_out = ".unbind() as separate tensors" if tensor.is_nested else ".to_dense()"
         kind = "nested" if tensor.is_nested else str(tensor.layout)
         raise UnsupportedTensorError(f"{fqn}: a tensor of layout {kind} cannot be stored; store {way_out} instead")
     if tensor.is_quantized:

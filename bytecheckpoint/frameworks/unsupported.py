@@ -68,7 +68,7 @@ def require_no_masters(modules: Sequence[nn.Module], section: str) -> None:
     """Raise before a load into parameters that the next step of a ZeRO optimizer overwrites with its own copies."""
     params = (param for module in modules for sub in submodules(module) for param in sub._parameters.values())
     for param in params:
-        if getattr(param, "_hp_mapping", None) is not None:
+        if getattr(param, "_hp_mapping", None) is not None or hasattr(param, "_z3_optimizer"):
             fqn = next((slot.fqn for slot in named_slots(modules) if slot.tensor is param), "a parameter")
             raise StateError(
                 f"section {section!r}: {fqn}: DeepSpeed's ZeRO optimizer has a full-precision copy of this "

@@ -135,7 +135,6 @@ class DeepSpeedAdapter(ModuleAdapter):
         modules = modules_of(obj)
         if not engines:
             require_no_masters(modules, context.section)
-            _require_no_zero3_masters(modules, context)
         target = super().make_target(obj, context, stored)
         counters = _counter_paths(engines)
         target.requested_values.update(counters)
@@ -177,16 +176,6 @@ def _checked_engines(obj: Any, context: Context) -> list[Any]:
                     "parameters' names nor the loss scale; pass engine.optimizer instead"
                 )
     return engines
-
-
-def _require_no_zero3_masters(modules: Sequence[nn.Module], context: Context) -> None:
-    """Refuse to load into the module of an engine without the engine, whose optimizer would undo the load."""
-    for module in modules:
-        if any(hasattr(param, "_z3_optimizer") for param in module.parameters()):
-            raise StateError(
-                f"section {context.section!r}: the module belongs to a DeepSpeed engine, whose master weights would "
-                "overwrite what is loaded in the next step; pass the engine instead"
-            )
 
 
 def _counter_paths(engines: Sequence[Any]) -> dict[Path, Any]:
