@@ -176,15 +176,11 @@ def under_names_of_peft(modules: Sequence[nn.Module], source: SectionSource) -> 
     """Return the source of a model with one adapter under the names that PEFT's files have."""
     (adapter,) = _adapter_names(modules)
     names = {fqn: _PEFT_PREFIX + _without_adapter(fqn, adapter).removeprefix(_PEFT_PREFIX) for fqn in source.metas}
-    return replace(
-        source,
-        metas={names[fqn]: meta for fqn, meta in source.metas.items()},
-        shards=[replace(shard, fqn=names[shard.fqn]) for shard in source.shards],
-        aliases={alias: names[fqn] for alias, fqn in source.aliases.items()},
-        replicated={names[fqn]: ranks for fqn, ranks in source.replicated.items()},
-        unproven={names[fqn] for fqn in source.unproven},
-        pinned={names[fqn] for fqn in source.pinned},
-    )
+    found = source.tensors(names)
+    found.values, found.left_out = source.values, source.left_out
+    found.per_rank |= source.per_rank - names.keys()
+    found.aliases = {alias: names[fqn] for alias, fqn in source.aliases.items()}
+    return found
 
 
 def _without_adapter(name: str, adapter: str) -> str:

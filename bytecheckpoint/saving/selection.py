@@ -7,7 +7,6 @@ distinguish it from a name that the checkpoint should contain.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from ..checkpoint.selection import Selection, SimilarNames
 from ..errors import UsageError
@@ -66,41 +65,23 @@ def select_source(section: str, source: SectionSource, selection: Selection) -> 
     """Return the selected part of a section, with ``LEFT_OUT`` for everything else."""
     selected = source
     if not selection.selects_all:
-        selected = SectionSource(left_out=set(source.left_out))
-        _select_tensors(section, source, selection, selected)
+        selected = _select_tensors(section, source, selection)
         _select_values(section, source, selection, selected)
     selected.values.update(dict.fromkeys(sorted(selected.left_out, key=path_name), LEFT_OUT))
     return selected
 
 
-def _select_tensors(section: str, source: SectionSource, selection: Selection, selected: SectionSource) -> None:
-    """Keep the tensors of which at least one name is selected, under the first such name."""
+def _select_tensors(section: str, source: SectionSource, selection: Selection) -> SectionSource:
+    """Return the tensors of which at least one name is selected, under the first such name."""
     names = {fqn: [fqn] for fqn in source.metas}
     for alias, fqn in source.aliases.items():
         names[fqn].append(alias)
-    stored_as: dict[str, str] = {}
-    for fqn, tied in names.items():
-        kept = [name for name in tied if selection.selects(f"{section}.{name}")]
-        selected.left_out.update((name,) for name in tied if name not in kept)
-        if kept:
-            stored_as[fqn] = kept[0]
-            selected.aliases.update(dict.fromkeys(kept[1:], kept[0]))
-    for fqn, name in stored_as.items():
-        selected.metas[name] = source.metas[fqn]
-        if fqn in source.digests:
-            selected.digests[name] = source.digests[fqn]
-        if fqn in source.unproven:
-            selected.unproven.add(name)
-        if fqn in source.replicated:
-            selected.replicated[name] = source.replicated[fqn]
-        if fqn in source.pinned:
-            selected.pinned.add(name)
-        if fqn in source.per_rank:
-            selected.per_rank.add(name)
-    for shard in source.shards:
-        stored = stored_as.get(shard.fqn)
-        if stored is not None:
-            selected.shards.append(shard if stored == shard.fqn else replace(shard, fqn=stored))
+    kept = {fqn: [one for one in tied if selection.selects(f"{section}.{one}")] for fqn, tied in names.items()}
+    selected = source.tensors({fqn: some[0] for fqn, some in kept.items() if some})
+    selected.aliases = {alias: some[0] for some in kept.values() for alias in some[1:]}
+    left_out = [name for fqn, tied in names.items() for name in tied if name not in kept[fqn]]
+    selected.left_out = source.left_out | {(name,) for name in left_out}
+    return selected
 
 
 def _select_values(section: str, source: SectionSource, selection: Selection, selected: SectionSource) -> None:

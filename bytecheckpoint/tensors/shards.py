@@ -226,6 +226,22 @@ class SectionSource:
         else:
             self.replicated.update(dict.fromkeys(names, ranks))
 
+    def tensors(self, names: Mapping[str, str]) -> SectionSource:
+        """Return the tensors that are keys of ``names``, under the names there, without aliases and values."""
+        return SectionSource(
+            {name: self.metas[fqn] for fqn, name in names.items()},
+            [
+                shard if shard.fqn == names[shard.fqn] else replace(shard, fqn=names[shard.fqn])
+                for shard in self.shards
+                if shard.fqn in names
+            ],
+            digests={names[fqn]: digest for fqn, digest in self.digests.items() if fqn in names},
+            replicated={names[fqn]: ranks for fqn, ranks in self.replicated.items() if fqn in names},
+            unproven={names[fqn] for fqn in self.unproven & names.keys()},
+            pinned={names[fqn] for fqn in self.pinned & names.keys()},
+            per_rank={names[fqn] for fqn in names.keys() & self.per_rank},
+        )
+
     def make_per_rank(self, fqn: str) -> None:
         """Mark a tensor as belonging to this rank only.
 
