@@ -19,6 +19,7 @@ ENTRY_POINT_GROUP = "bytecheckpoint.codecs"
 
 _SAMPLE_BYTES = 4096  # of a plane; enough to recognize a mantissa
 _MIN_GAIN = 0.03
+_LEVEL = 1  # the fastest
 _MAX_WIDTH = 16  # bytes of the widest element
 
 
@@ -73,19 +74,12 @@ class PlainCodec(Codec):
 
 
 class ZstdCodec(Codec):
-    """Store one Zstandard frame that states its content size.
-
-    Args:
-        level: The compression level, from 1 (fastest) to 22.
-    """
+    """Store one Zstandard frame that states its content size."""
 
     name = "zstd"
 
-    def __init__(self, level: int = 1) -> None:
-        self.level = level
-
     def encode(self, data: memoryview, width: int) -> bytes:
-        return _compress(data, self.level)
+        return _compress(data)
 
     def decode(self, frame: memoryview, out: memoryview) -> None:
         # A slice assignment of memoryviews would hold the interpreter lock.
@@ -98,15 +92,9 @@ class ZstdPlanesCodec(Codec):
     Signs and exponents compress well, mantissas hardly: a plane of which a sample gains less than 3 % is stored as it
     is. A frame is one byte ``w``, ``w`` lengths (32 bits, little-endian), and ``w`` planes back to back. Plane ``i``
     has the bytes ``i``, ``i + w``, ... of the chunk, as a Zstandard frame, or as they are if its length is theirs.
-
-    Args:
-        level: The compression level, from 1 (fastest) to 22.
     """
 
     name = "zstd-planes"
-
-    def __init__(self, level: int = 1) -> None:
-        self.level = level
 
     def encode(self, data: memoryview, width: int) -> bytes:
         chunk = np.frombuffer(data, np.uint8)
@@ -131,15 +119,15 @@ class ZstdPlanesCodec(Codec):
 
     def _plane(self, plane: memoryview) -> memoryview:
         sample = plane[:_SAMPLE_BYTES]
-        if len(_compress(sample, self.level)) > (1 - _MIN_GAIN) * len(sample):
+        if len(_compress(sample)) > (1 - _MIN_GAIN) * len(sample):
             return plane
-        packed = memoryview(_compress(plane, self.level))
+        packed = memoryview(_compress(plane))
         return packed if len(packed) < len(plane) else plane
 
 
-def _compress(data: memoryview, level: int) -> bytes:
+def _compress(data: memoryview) -> bytes:
     # zstandard's objects are not thread-safe, so each call creates one.
-    return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(data)
+    return zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compress(data)
 
 
 def _decompress(frame: memoryview, size: int) -> bytes:
