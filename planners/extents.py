@@ -1,18 +1,21 @@
-"""Plan the reads of many ranges of many files, and split parts of boxes into ranges.
+"""Plan the reads of many ranges of many files, split parts of boxes into ranges, and cut what moves into runs.
 
 Nearby ranges are read at once, and every byte only once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from ..errors import PlanError
 from ..tensors.geometry import Box, row_major_strides
 from ..tensors.tables import Int64, ragged_positions, ragged_starts
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -166,3 +169,18 @@ def _cut(
             yield piece
         else:
             yield from _cut(piece, axis + 1, strides, rest, whole, max_bytes, gap_bytes)
+
+
+def runs_of(items: Iterable[T], nbytes_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Cut ``items`` into runs of at most ``limit`` bytes, and at least one item."""
+    run: list[T] = []
+    used = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if run and used + nbytes > limit:
+            yield run
+            run, used = [], 0
+        run.append(item)
+        used += nbytes
+    if run:
+        yield run

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from ..tensors.geometry import Box, row_major_strides
-from ..tensors.runs import runs_of
-from .extents import byte_span, split_box
+from .extents import byte_span, runs_of, split_box
 
 PACKET_BYTES = 8 << 20
 """Bytes that are forwarded as one message."""

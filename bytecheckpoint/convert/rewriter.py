@@ -28,7 +28,7 @@ from ..format.checksums import checksum_of, empty_checksums
 from ..format.manifest.document import Manifest, timestamp
 from ..format.manifest.envelope import MANIFEST_KEY
 from ..format.safetensors import HeaderEntry, build_header
-from ..planners.extents import split_box
+from ..planners.extents import runs_of, split_box
 from ..planners.load_plan import plan_load
 from ..runtime.threads import Threads
 from ..saving.record import file_table
@@ -36,7 +36,6 @@ from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
-from ..tensors.runs import runs_of
 from ..tensors.shards import torch_dtype
 from ..tensors.tables import BoxTable, Int64
 from ..version import VERSION

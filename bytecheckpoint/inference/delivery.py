@@ -11,9 +11,9 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..control.base import Operation
 from ..loading.shared_reads.negotiation import ShareReads
 from ..loading.shared_reads.run import read_together
+from ..planners.extents import runs_of
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
-from ..tensors.runs import runs_of
 from ..tensors.shards import torch_dtype
 from .layouts.parts import StridedView, box_to_read
 from .layouts.recording import Copy, Recorder

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from ...errors import DeadlineError, EngineError, StateError, UsageError
+from ...planners.extents import runs_of
 from ...runtime.threads import run_daemon
-from ...tensors.runs import runs_of
 from .checkpoint_engine_update import Handle, Update, zeromq
 from .engine_model import EngineModel
 from .engines.base import split_target

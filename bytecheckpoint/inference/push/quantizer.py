@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from ...engine.tensor_bytes import as_bytes, copy_elements
+from ...planners.extents import runs_of
 from ...runtime.threads import Threads
 from ...tensors.geometry import Box
-from ...tensors.runs import runs_of
 from ..layouts.hub_names import scale_name
 from ..layouts.parts import torch_dtype_of
 from .block_quantization import (

@@ -14,8 +14,8 @@ import msgpack
 import torch
 
 from ...control.connections import Endpoint
+from ...planners.extents import runs_of
 from ...tensors.dtypes import is_lossless_cast
-from ...tensors.runs import runs_of
 from ..layouts.parts import torch_dtype_of
 from .block_quantization import QUANTIZED
 from .layout import Write

@@ -14,10 +14,10 @@ import torch
 
 from ...engine.blocks import Block, page_round
 from ...errors import StateError
+from ...planners.extents import runs_of
 from ...runtime.threads import Threads
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
-from ...tensors.runs import runs_of
 from ..layouts.parts import torch_dtype_of
 from .layout import ChunkTarget, Write
 from .quantizer import Quantizer
