@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import sampling
@@ -18,6 +20,9 @@ _LONG_S = 20
 _STACKS_S = _TEST_S - 10
 
 _STDERR = pytest.StashKey[int]()
+
+# Ranks are forked from a process that has imported this. tests/engines needs another one in its environments.
+os.environ.setdefault("BCP_TEST_PRELOAD", str(Path(__file__).parent / "support" / "preload_clients.py"))
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -49,6 +54,17 @@ def pytest_report_header() -> str:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     os.close(config.stash[_STDERR])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector from visiting torch, the tests and what they import, again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,7 +1,8 @@
 """Run a function on N ranks of a real process group.
 
-Ranks are forked from a server process that has imported torch, so a rank starts in a fraction of a second. Any failure
-raises one ``RanksFailed`` with every rank's traceback, the stacks of ranks that hang, and the output of all ranks.
+Ranks are forked from a server process that has imported torch and the library, so a rank starts in a fraction of a
+second. Any failure raises one ``RanksFailed`` with every rank's traceback, the stacks of ranks that hang, and the
+output of all ranks.
 """
 
 from __future__ import annotations
