@@ -14,7 +14,7 @@ from ..format.values.types import Container
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
-from .dtensor import dtensor_layout, is_dtensor
+from .dtensor import dtensor_layout
 from .layout import ParamLayout
 from .meta_device import materialize
 from .module_tree import (
@@ -55,8 +55,8 @@ def parameter_layouts(obj: Any) -> dict[int, ParamLayout]:
     declared = declared_replicas(modules)
     for group in group_tied([slot for slot in named_slots(modules) if slot.is_parameter]):
         for slot in group:
-            if is_dtensor(slot.tensor):
-                layout = dtensor_layout(group[0].fqn, slot.tensor)
+            if slot.kind.is_dtensor:
+                layout = dtensor_layout(group[0].fqn, slot.tensor)  # type: ignore[arg-type]
             else:
                 ranks = declared.get(id(slot.tensor))
                 layout = ParamLayout.whole(group[0].fqn, tuple(slot.tensor.shape), replica_ranks=ranks)

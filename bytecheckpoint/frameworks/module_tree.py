@@ -167,7 +167,7 @@ def tie_key(tensor: torch.Tensor, kind: TensorKind | None = None) -> tuple[objec
 def declared_replicas(modules: Iterable[nn.Module]) -> dict[int, tuple[int, ...]]:
     """By ``id`` of each parameter that DDP or a DeepSpeed engine keeps in sync, the ranks of its process group."""
     declared: dict[int, tuple[int, ...]] = {}
-    for module in modules:
+    for module in modules if dist.is_initialized() else ():
         for sub in submodules(module):
             if isinstance(sub, nn.parallel.DistributedDataParallel):
                 ranks = tuple(dist.get_process_group_ranks(sub.process_group))

@@ -22,7 +22,7 @@ from .module_tree import modules_of
 from .optimizer_class import class_path, lineage_of, require_same_class
 from .optimizer_groups import agreed_options, empty_groups, group_path, groups_of, options_of, set_options
 from .optimizer_params import NamedParam, named_params
-from .optimizer_state import MASTERS_OF, StoredState, capture_state, state_name
+from .optimizer_state import MASTERS_OF, StoredState, capture_state, capture_states, state_name
 from .optimizer_target import StateFiller
 from .optimizer_wrappers import StateHolder, as_list, holders_of, is_optimizer, require_complete
 from .scaled_state import converts_state
@@ -114,8 +114,7 @@ def capture_by_name(holders: Sequence[StateHolder], params: list[NamedParam], co
     source = SectionSource()
     if context.trainable_only:
         params = _leave_out_frozen(params, source)
-    for named in params:
-        capture_state(named, source, compare=context.world_size > 1)
+    capture_states(params, source, compare=context.world_size > 1)
     where = f"{context.section}.param_groups"
     for group, names in groups_of(params):
         options = options_of(group, where)

@@ -9,7 +9,7 @@ of others (``wrapper_tensors``) is stored like a dict of them, with a record of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ from .dtensor import is_dtensor
 from .layout import ParamLayout
 from .optimizer_class import needed_keys
 from .optimizer_params import NamedParam
-from .tensors import TensorKind, dense_view, tensor_kind, tensor_shards
+from .tensors import TensorKind, dense_view, describe_plain, tensor_kind, tensor_shards
 from .wrapper_tensors import WRAPPER, HeldWrapper, held_wrapper
 
 MASTER = "master"
@@ -142,6 +142,57 @@ def map_leaves(value: Any, leaf: Callable[[str, Any], Any], key: str, where: str
     return leaf(key, value)
 
 
+def capture_states(params: Iterable[NamedParam], source: SectionSource, *, compare: bool) -> None:
+    """``capture_state`` of many parameters, in order."""
+    plain: list[NamedParam] = []
+    for named in params:
+        if _has_plain_state(named):
+            plain.append(named)
+            continue
+        _capture_plain(plain, source, compare=compare)
+        plain.clear()
+        capture_state(named, source, compare=compare)
+    _capture_plain(plain, source, compare=compare)
+
+
+def _has_plain_state(named: NamedParam) -> bool:
+    """Whether ``lay_out`` stores each plain tensor of the state whole, under the only name of the parameter."""
+    return (
+        named.layout.one_whole is not None
+        and named.master is None
+        and named.holder.held is None
+        and not named.entry_layouts
+        and not is_dtensor(named.param)
+    )
+
+
+def _capture_plain(params: Sequence[NamedParam], source: SectionSource, *, compare: bool) -> None:
+    """``capture_state`` of parameters with plain state, in a third of the time if that consists of plain tensors."""
+    states = [(named, named.names[0], named.state) for named in params]
+    names = [state_name(fqn, key) for _, fqn, state in states for key in state if isinstance(key, str)]
+    tensors = [value for *_, state in states for value in state.values()]
+    described = describe_plain(names, tensors, frozenset()) if len(names) == len(tensors) else None
+    if described is None or not source.metas.keys().isdisjoint(names):
+        for named in params:
+            capture_state(named, source, compare=compare)
+        return
+    source.metas.update((shard.fqn, shard.meta) for shard in described[1])
+    source.shards += described[1]
+    source.values.update({empty_state_path(fqn): _NO_STATE for _, fqn, state in states if not state})
+    if not compare:
+        return
+    for named, fqn, state in states:
+        large = [state_name(fqn, key) for key, value in state.items() if value.ndim]
+        source.mark_replicas(large, named.layout.replica_ranks)
+    scalars = [shard for shard in described[1] if not shard.meta.shape and shard.tensor.is_cpu]
+    source.digests.update((one.fqn, _raw_bytes(one.tensor)) for one in scalars)
+
+
+def _raw_bytes(scalar: torch.Tensor) -> bytes:
+    raw: bytes = scalar.detach().reshape(1).view(torch.uint8).numpy().tobytes()
+    return raw
+
+
 def capture_state(named: NamedParam, source: SectionSource, *, compare: bool) -> None:
     """Add one parameter's state to ``source``. Raises ``StateError`` for an entry that cannot be stored.
 
@@ -166,8 +217,7 @@ def capture_state(named: NamedParam, source: SectionSource, *, compare: bool) ->
             # ZeRO leaves the state on one of the ranks that hold the parameter.
             source.mark_replicas(metas, None if named.holder.held is not None else named.layout.replica_ranks)
         if value.ndim == 0 and value.device.type == "cpu":
-            raw = value.detach().reshape(1).view(torch.uint8).numpy().tobytes()
-            source.digests.update(dict.fromkeys(metas, raw))
+            source.digests.update(dict.fromkeys(metas, _raw_bytes(value)))
 
     def leaf(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

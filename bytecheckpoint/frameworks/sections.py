@@ -14,7 +14,8 @@ import torch
 from ..errors import BytecheckpointError, NameCollisionError, StateError
 from ..tensors.shards import SectionSource
 from .base import Adapter, Context
-from .registry import find_adapter, parameter_layouts
+from .layout import ParamLayout
+from .registry import find_adapter
 
 _log = logging.getLogger(__name__)
 
@@ -128,8 +129,14 @@ def resolve_sections(
     """Find an adapter for every section. Sections are in the order of their names. Raises ``UnknownObjectError``."""
     notes: list[str] = []
     resumed: dict[str, tuple[str, str]] = {}
+    adapters = {name: find_adapter(state[name], framework, section=name) for name in sorted(state)}
+
+    def layouts_of(obj: Any) -> Mapping[int, ParamLayout]:
+        name = next(name for name in adapters if state[name] is obj)
+        return adapters[name].parameter_layouts(obj)
+
     sections = []
-    for name in sorted(state):
+    for name, adapter in adapters.items():
         context = Context(
             name,
             state,
@@ -138,11 +145,11 @@ def resolve_sections(
             allow_pickle=allow_pickle,
             trainable_only=trainable_only,
             device=device,
-            layouts_of=parameter_layouts,
+            layouts_of=layouts_of,
             notes=notes,
             resumed=resumed,
         )
-        sections.append(Section(name, state[name], find_adapter(state[name], framework, section=name), context))
+        sections.append(Section(name, state[name], adapter, context))
     return sections
 
 

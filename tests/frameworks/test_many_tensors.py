@@ -11,15 +11,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import BytecheckpointError, NameCollisionError, UnsupportedTensorError
+from bytecheckpoint.errors import BytecheckpointError, NameCollisionError, StateError, UnsupportedTensorError
 from bytecheckpoint.frameworks import tree_capture, tree_target
 from bytecheckpoint.frameworks.base import Context
+from bytecheckpoint.frameworks.layout import ParamLayout
+from bytecheckpoint.frameworks.optimizer_params import NamedParam
+from bytecheckpoint.frameworks.optimizer_state import capture_state, capture_states
+from bytecheckpoint.frameworks.optimizer_wrappers import StateHolder
 from bytecheckpoint.frameworks.sections import _are_plain, check_name
 from bytecheckpoint.frameworks.tensors import dense_view, tensor_kind, tensor_shards
 from bytecheckpoint.frameworks.tree_capture import Capture, SameMemory
 from bytecheckpoint.frameworks.tree_target import TreeBuilder
 from bytecheckpoint.tensors.geometry import Box
-from bytecheckpoint.tensors.shards import SectionTarget, Shard, StoredSection
+from bytecheckpoint.tensors.shards import SectionSource, SectionTarget, Shard, StoredSection
 
 names = st.lists(st.text("a.@1[]:,\0_é\ud800 ", max_size=6) | st.just("__metadata__"), max_size=3)
 
@@ -173,3 +177,78 @@ def test_a_mapping_is_filled_as_its_tensors_are_one_by_one(
     together = described()
     monkeypatch.setattr(tree_target, "MANY", 1 << 60)
     assert together == described()
+
+
+def _shared_step(state: dict[Any, dict[str, Any]]) -> None:
+    step = torch.tensor(3.0)
+    for entries in state.values():
+        entries["step"] = step
+
+
+def _plain_value_in_one(state: dict[Any, dict[str, Any]]) -> None:
+    [*state.values()][5] |= {"count": 3, "more": {"deep": torch.ones(2)}, "none": None}
+
+
+def _odd_tensors_in_some(state: dict[Any, dict[str, Any]]) -> None:
+    entries = [*state.values()]
+    entries[2]["exp_avg"] = torch.nn.Parameter(entries[2]["exp_avg"])
+    entries[4] |= {"t": torch.arange(6.0).view(2, 3).t(), "empty": torch.empty(0)}
+    entries[6].clear()
+
+
+def _keys_that_are_equal_as_texts(state: dict[Any, dict[str, Any]]) -> None:
+    [*state.values()][3] |= {"0.w": torch.ones(2), "0": {"w": torch.ones(2)}}
+
+
+def _names_of_two_parameters_that_are_equal(state: dict[Any, dict[str, Any]]) -> None:
+    entries = [*state.values()]
+    entries[1]["x.y"] = torch.ones(2)
+    entries[9]["y"] = torch.ones(2)
+
+
+def _key_that_is_no_text(state: dict[Any, dict[Any, Any]]) -> None:
+    [*state.values()][3][7] = torch.ones(2)
+
+
+_CHANGES: dict[str, Callable[[dict[Any, dict[str, Any]]], object]] = {
+    "plain": lambda state: None,
+    "no state": lambda state: state.clear(),
+    "shared step": _shared_step,
+    "plain value in one": _plain_value_in_one,
+    "odd tensors in some": _odd_tensors_in_some,
+    "keys that are equal as texts": _keys_that_are_equal_as_texts,
+    "names of two parameters that are equal": _names_of_two_parameters_that_are_equal,
+    "key that is no text": _key_that_is_no_text,
+}
+
+
+@pytest.mark.parametrize("compare", [False, True])
+@pytest.mark.parametrize("name", _CHANGES)
+def test_states_are_described_as_each_of_them_is(name: str, compare: bool) -> None:
+    parameters = [torch.nn.Parameter(tensor) for tensor in _mapping(10).values()]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    _CHANGES[name](optimizer.state)
+    holder = StateHolder(optimizer, optimizer.state, optimizer.param_groups)
+    ranks = {index: None if index % 3 else (0, index) for index in range(len(parameters))}
+    fqns = [*(f"layer.{index}" for index in range(9)), "layer.1.x"]
+    params = [
+        NamedParam(one, ParamLayout.whole(fqn, tuple(one.shape), replica_ranks=ranks[index]), holder, {}, one)
+        for index, (fqn, one) in enumerate(zip(fqns, parameters, strict=True))
+    ]
+    params[5].master = torch.ones_like(parameters[5])
+
+    def described(capture: Callable[[SectionSource], object]) -> object:
+        source = SectionSource()
+        try:
+            capture(source)
+        except StateError as error:
+            return str(error)
+        shards = [(shard.fqn, shard.meta, shard.box, shard.tensor.data_ptr()) for shard in source.shards]
+        marks = source.unproven, source.replicated, source.digests
+        return list(source.metas.items()), shards, repr(source.values), marks
+
+    together = described(lambda source: capture_states(params, source, compare=compare))
+    assert together == described(lambda source: [capture_state(one, source, compare=compare) for one in params])
