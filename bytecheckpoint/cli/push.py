@@ -225,8 +225,8 @@ def push_command(
 ) -> None:
     """Push the weights of SOURCE into running engines. Each worker receives only its own part of them.
 
-    SOURCE is a checkpoint, or the address (http://, https://) of an engine that was pushed to. The workers of that
-    engine then send what they serve to the other engines, and keep answering requests.
+    SOURCE is a checkpoint, or the address (http://, https://) of an engine that was pushed to. What the workers of that
+    engine serve is then read and pushed to the other engines, while they keep answering requests.
 
     Every byte is verified before weights change, and after a failure the engines keep serving the previous weights.
     If weights are streamed, a failure can leave an engine paused until the next push.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -68,7 +68,7 @@ def _assert_serves(engine: ToyEngine, version: int) -> None:
     assert not engine.paused
 
 
-def _join(holder: str, engine: str, deadline_s: float = time_limit(30), tcp: bool = False) -> None:
+def _join(holder: str, engine: str, deadline_s: float = time_limit(30), tcp: bool = True) -> None:
     with Pusher(HttpEngine(engine), deadline_s=deadline_s, tcp_only=tcp) as pusher:
         pusher.push(HttpEngine(holder))
 
@@ -131,7 +131,7 @@ def test_a_damaged_holder(holder: ToyEngine, engine: ToyEngine, pool: RankPool) 
     assert "version 1 is damaged in memory: experts [0:1,32:64,0:64]" in message
     _assert_serves(engine, 2)
     with pytest.raises(CorruptionError):
-        _join(holder.url, engine.url, tcp=True)
+        _join(holder.url, engine.url, tcp=False)
     holder.fault(1, "damage", 1000)
     _works(holder, engine)
 
@@ -155,9 +155,9 @@ def test_the_holder_is_killed_while_it_sends(engine: ToyEngine, pool: RankPool) 
         with giving(holder) as begun:
             join = threads.submit(pool.run, _fail, holder.url, engine.url)
             begun(join)
-            os.kill(holder.look()["pids"][1], signal.SIGKILL)
+            os.kill(holder.look()["pids"][0], signal.SIGKILL)
             message = _same(join.result(), EngineError)
-        assert f"{holder.url} has ended: its server or one of its workers was killed" in message
+        assert f"worker 0 of {holder.url} sends no more, as it ended or released its memory" in message
     _assert_serves(engine, 2)
     _push(engine, 3)
     _assert_serves(engine, 3)
@@ -171,37 +171,27 @@ def test_the_holder_is_stopped_while_it_sends(holder: ToyEngine, engine: ToyEngi
         os.kill(stopped, signal.SIGSTOP)
         try:
             message = _same(join.result(), DeadlineError)
-            assert f"{holder.url}/collective_rpc did not answer within" in message
+            assert f"worker 0 of {holder.url} sent nothing for" in message
         finally:
             os.kill(stopped, signal.SIGCONT)
     _works(holder, engine)
 
 
-def test_a_transfer_that_takes_too_long(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
-    with ThreadPoolExecutor(1) as threads, giving(holder) as begun:
-        join = threads.submit(pool.run, _fail, holder.url, engine.url, 4.0)
-        begun(join)
-        message = _same(join.result(), DeadlineError)
-        assert f"workers [0, 1] of {holder.url} were still sending" in message
-    _works(holder, engine)
-
-
-@pytest.mark.parametrize("tcp", [False, True])
-def test_the_joining_engine_is_killed(holder: ToyEngine, tcp: bool) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_the_joining_engine_is_killed(holder: ToyEngine, late: bool) -> None:
     with toy_engine(1) as engine, ThreadPoolExecutor(1) as threads:
         pid = engine.look()["pids"][0]
-        if tcp:
-            engine.fault(0, "stop after prepare")
-            join = threads.submit(_join, holder.url, engine.url, tcp=True)
-            until(lambda: _is_stopped(pid), "it is stopped")
-            until(lambda: min(holder.look()["threads"]) > 1, "begun")
-            os.kill(pid, signal.SIGKILL)
-        else:
+        if late:
             with giving(holder) as begun:
                 join = threads.submit(_join, holder.url, engine.url)
                 begun(join)
                 os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="cannot be reached|connection to the worker" if tcp else engine.url):
+        else:
+            engine.fault(0, "stop after prepare")
+            join = threads.submit(_join, holder.url, engine.url)
+            until(lambda: _is_stopped(pid), "it is stopped")
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"cannot be reached|connection to the worker"):
             join.result()
     until(lambda: max(holder.look()["threads"]) == 1, "its threads have ended")
     _assert_serves(holder, 1)
@@ -213,43 +203,39 @@ def _is_stopped(pid: int) -> bool:
 
 
 def test_the_joining_engine_is_stopped(holder: ToyEngine, engine: ToyEngine) -> None:
-    """The holder ends the transfer by the deadline, even if the coordinator is gone."""
     pid = engine.look()["pids"][0]
     engine.fault(0, "stop after prepare")
     try:
-        with RankPool(1) as pool:
-            pool.run(_die_when_begun, holder.url, engine.url, 3.0, True, expect_death={0: signal.SIGKILL})
-        until(lambda: _is_stopped(pid), "it is stopped")
-        assert min(holder.look()["threads"]) > 1
+        with pytest.raises(DeadlineError, match="is its process stopped"):
+            _join(holder.url, engine.url, 3.0)
         until(lambda: max(holder.look()["threads"]) == 1, "its threads have ended")
     finally:
         os.kill(pid, signal.SIGCONT)
     _works(holder, engine)
 
 
-def _die_when_begun(rank: int, world_size: int, holder: str, engine: str, deadline_s: float, tcp: bool) -> None:
-    joining.Join._wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
-    _join(holder, engine, deadline_s, tcp)
+def _die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_coordinator_is_killed(holder: ToyEngine, engine: ToyEngine) -> None:
-    with giving(holder) as begun:
-        with RankPool(1) as pool:
-            pool.run(_die_when_begun, holder.url, engine.url, 3.0, False, expect_death={0: signal.SIGKILL})
-        begun()
-        _assert_serves(holder, 1)
+def _die_in(rank: int, world_size: int, holder: str, engine: str, where: type, method: str, *how: Any) -> None:
+    setattr(where, method, _die)
+    _join(holder, engine, *how)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_rank_0_is_killed(holder: ToyEngine, engine: ToyEngine, tcp: bool) -> None:
+    with RankPool(1) as pool:
+        where = joining.EngineSource, "fetch"
+        pool.run(_die_in, holder.url, engine.url, *where, time_limit(30), tcp, expect_death={0: signal.SIGKILL})
     _works(holder, engine)
 
 
-def _die_before_it_begins(rank: int, world_size: int, holder: str, engine: str, deadline_s: float) -> None:
-    joining.Join._send = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
-    _join(holder, engine, deadline_s)
-
-
-def test_the_coordinator_is_killed_before_anything_is_sent(holder: ToyEngine, engine: ToyEngine) -> None:
+def test_rank_0_is_killed_before_it_connects(holder: ToyEngine, engine: ToyEngine) -> None:
     """The holder keeps the version until the deadline."""
     with RankPool(1) as pool:
-        pool.run(_die_before_it_begins, holder.url, engine.url, 5.0, expect_death={0: signal.SIGKILL})
+        where = joining._Worker, "__init__"
+        pool.run(_die_in, holder.url, engine.url, *where, 5.0, expect_death={0: signal.SIGKILL})
 
     versions = itertools.cycle((3, 6))
 
@@ -268,6 +254,7 @@ def test_the_coordinator_is_killed_before_anything_is_sent(holder: ToyEngine, en
 def test_a_join_that_fails_early_releases_its_hold(holder: ToyEngine) -> None:
     with pytest.raises(EngineError, match="is the engine up"):
         _join(holder.url, "http://127.0.0.1:9")
+    until(lambda: max(holder.look()["threads"]) == 1, "its threads have ended")
     for version in (3, 4):
         _push(holder, version)
     assert arenas(holder) == [2, 2]
@@ -279,8 +266,8 @@ def test_the_holder_releases_its_memory_while_it_sends(holder: ToyEngine, engine
         begun(join)
         with Pusher(HttpEngine(holder.url), deadline_s=time_limit(30)) as pusher:
             pusher.release()
-        with pytest.raises(StateError, match="the worker was restarted or released its memory"):
-            join.result()
+            with pytest.raises(EngineError, match="sends no more, as it ended or released its memory"):
+                join.result()
     until(lambda: arenas(holder) == [0, 0], "nothing is read any more")
     _push(holder, 1)
     _works(holder, engine)
@@ -291,17 +278,13 @@ def test_another_join_of_the_same_engine(holder: ToyEngine, engine: ToyEngine) -
         first = threads.submit(_join, holder.url, engine.url)
         begun()
         second = threads.submit(_join, holder.url, engine.url)
+        until(lambda: holder.look()["waiting"][0] == 2, "both have begun")
+        for worker in range(2):
+            holder.fault(worker, "go on")
         with pytest.raises(EngineError, match="this push is over: another one began"):
-            _after(lambda: min(holder.look()["threads"]) >= 5, holder, first.result)
+            first.result()
     second.result()
     _assert_serves(engine, 1)
-
-
-def _after(condition: Callable[[], bool], holder: ToyEngine, then: Callable[[], None]) -> None:
-    until(condition, "both have begun")
-    for worker in range(2):
-        holder.fault(worker, "go on")
-    then()
 
 
 def test_the_joining_engine_gets_another_push(holder: ToyEngine, engine: ToyEngine) -> None:

@@ -78,7 +78,7 @@ def test_progress_of_a_join(engine: ToyEngine) -> None:
     reports: Reports = []
     with (
         toy_engine(1) as other,
-        Pusher(HttpEngine(other.url), deadline_s=time_limit(30)) as pusher,
+        Pusher(HttpEngine(other.url), deadline_s=time_limit(30), tcp_only=True) as pusher,
         giving(engine) as begun,
     ):
         with ThreadPoolExecutor(1) as threads:

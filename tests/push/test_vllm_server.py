@@ -207,9 +207,7 @@ def test_joins_of_other_layouts_while_an_engine_goes_on(server: str, tmp_path: P
                 assert tokens_of(server) == given
             report = joining.result()
         assert report.version == 7
-        assert sum(report.written) == sum(worker.sent for worker in report.workers)
-        assert len(report.written) == _TP
-        assert min(report.written) > 0
+        assert report.written == [sum(worker.sent for worker in report.workers)]
         assert tokens_of(stages) == given
         joined = _digests(stages)
         pusher.push(made("llama", 8), version=8)

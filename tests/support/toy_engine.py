@@ -11,7 +11,9 @@ import hashlib
 import json
 import multiprocessing
 import os
+import select
 import signal
+import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 from forked_server import forked_server
@@ -27,12 +30,13 @@ from torch import nn
 from toy_adapters import ToyAdapters
 
 from bytecheckpoint import telemetry
+from bytecheckpoint.control.connections import send
+from bytecheckpoint.inference.push import joins
 from bytecheckpoint.inference.push.adapters import AdapterReceivers
 from bytecheckpoint.inference.push.engine_model import EngineModel
 from bytecheckpoint.inference.push.engines.base import split_target
 from bytecheckpoint.inference.push.messages import decode
 from bytecheckpoint.inference.push.receiver import Receiver
-from bytecheckpoint.inference.push.transports.shared_memory import SharedMemoryTransport
 from bytecheckpoint.testing import time_limit
 
 HIDDEN, VOCABULARY, EXPERTS = 64, 50, 2
@@ -193,17 +197,27 @@ class ToyWorker(EngineModel):
         return self.is_reloaded
 
 
-def _stalled_writes() -> threading.Event:
-    """Return an event until which this process's writes into arenas wait."""
-    gate, write = threading.Event(), SharedMemoryTransport.write
+class _Stall:
+    """Until ``end``, what this process sends to engines that join waits, ``waiting`` times at once."""
 
-    def waiting(transport: SharedMemoryTransport, *args: Any) -> None:
-        gate.wait()
-        SharedMemoryTransport.write = write  # type: ignore[method-assign]
-        write(transport, *args)
+    def __init__(self) -> None:
+        self.waiting = 0
+        self._gate = threading.Event()
+        self._patch = mock.patch.object(joins, "send", self._wait)
+        self._patch.start()
 
-    SharedMemoryTransport.write = waiting  # type: ignore[method-assign, assignment]
-    return gate
+    def _wait(self, connection: socket.socket, *arguments: Any) -> None:
+        self.waiting += 1
+        end = select.poll()
+        end.register(connection, select.POLLRDHUP)
+        while not self._gate.wait(0.01) and not end.poll(0):
+            pass
+        send(connection, *arguments)
+
+    def end(self) -> None:
+        self._patch.stop()
+        self.waiting = 0
+        self._gate.set()
 
 
 def _nothing() -> None: ...
@@ -233,7 +247,8 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
     receiver = Receiver(worker, device=device)
     adapters = ToyAdapters(dict.fromkeys(("q", "k", "v", "out"), HIDDEN), worker.dtype)
     receivers = AdapterReceivers(adapters)
-    flips, own_signal, stops, gate, unobserve = 0, None, False, threading.Event(), _nothing
+    flips, own_signal, stops, unobserve = 0, None, False, _nothing
+    stall: _Stall | None = None
     while True:
         try:
             kind, argument = pipe.recv()
@@ -269,10 +284,11 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             receiver._versions.served.memory[argument] ^= 1  # type: ignore[union-attr]
             pipe.send(None)
         elif kind == "stall":
-            gate = _stalled_writes()
+            stall = _Stall()
             pipe.send(None)
         elif kind == "go on":
-            gate.set()
+            if stall is not None:
+                stall.end()
             pipe.send(None)
         elif kind == "signal at":
             unobserve()
@@ -305,7 +321,8 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             descriptors = len(os.listdir("/proc/self/fd"))
             threads = len(os.listdir("/proc/self/task"))
             held = len(HostDevice.taken)
-            counts = worker.rehearsals, descriptors, threads, adapters.digests(), held, worker.cleared
+            waiting = 0 if stall is None else stall.waiting
+            counts = worker.rehearsals, descriptors, threads, adapters.digests(), held, worker.cleared, waiting
             pipe.send([worker.model.digest(), *counts])
 
 
@@ -358,7 +375,7 @@ class _Front(BaseHTTPRequestHandler):
             return {"results": self._all(document["method"], document["args"][0])}
         if self.path == "/look":
             seen = self._all("look", None)
-            names = ("digests", "rehearsals", "descriptors", "threads", "adapters", "arenas", "cleared")
+            names = ("digests", "rehearsals", "descriptors", "threads", "adapters", "arenas", "cleared", "waiting")
             return {**dict(zip(names, zip(*seen, strict=True), strict=True)), "pids": self.pids, "log": self.log}
         if self.path.startswith("/reset_prefix_cache"):
             return {"success": _Front.drops_cache}

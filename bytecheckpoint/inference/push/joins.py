@@ -1,199 +1,234 @@
-"""A join: an engine that was pushed to (the holder) sends its served version to the engines of a ``PushCoordinator``.
+"""A join: what an engine that was pushed to (the holder) serves is pushed to other engines.
 
-The holder's workers are the senders. Rank 0 assigns their writes and polls their status; no tensor bytes pass through
-it.
+Rank 0 connects to every worker of the holder, and reads chunks from its shared memory, or over the connection where it
+cannot map that. A worker keeps the bytes of its version for as long as the connection lasts, and keeps serving.
 """
 
 from __future__ import annotations
 
-import contextlib
-import secrets
+import socket
+import struct
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
-import msgpack
-import xxhash
+import torch
 
-from ...errors import BytecheckpointError, DeadlineError, MismatchError, StateError
-from ...tensors.dtypes import find_dtype
+from ...control.connections import Endpoint, at_most, receive, receive_into, send
+from ...engine.tensor_bytes import byte_view, copy_elements
+from ...errors import CorruptionError, DeadlineError, EngineError, PlanError, StateError
+from ...runtime.threads import run_daemon
 from ...tensors.geometry import Box
-from .coordinator import PushCoordinator, StreamApply
-from .engines.base import Budget, Engine, ask, ask_all, failures_of
-from .messages import SenderLost, check_faults, first_cause
-from .peer_source import HeldType, held_type
-from .protocol import Push
-from .report import PushReport
+from ..layouts.parts import torch_dtype_of
+from .engines.base import Engine, ask_all, failures_of
+from .layout import Layout, Write
+from .memory import HeldVersion
+from .messages import Table, check_faults
+from .sources import PushSource
+from .transports.acceptor import Acceptor, connect, notice_lost_host
+from .transports.base import find_damaged
+from .transports.shared_memory import ArenaAddress, SharedArena, attach
 
-_FIRST_POLL_S, _LAST_POLL_S = 0.002, 1.0  # short transfers end soon, long ones need few requests
-_CLEANUP_S = 5.0
+_NUMBER = struct.Struct("!Q")  # of a chunk; before them, how many are requested, or 0 at the end
 
 
-@dataclass
-class Join(Push):
-    """A join on one rank of a job: the workers of ``holder`` send. Rank 0 does the work; the other ranks wait for each
-    stage.
+class Holds:
+    """What other engines read of the versions of one worker. For the thread that runs the model."""
 
-    Until ``run`` returns, the holder keeps the version, whatever is pushed into it. By default, the version has the
-    holder's name for it.
+    def __init__(self) -> None:
+        self._holds: list[_Hold] = []
+
+    def hold(self, message: Mapping[str, Any], served: HeldVersion) -> dict[str, Any]:
+        """Describe the served version, and keep its bytes until the connection ends that the sender now makes."""
+        assert served.arena is not None
+        hold = _Hold(served, served.arena, message["deadline_s"])
+        self._holds = [*self._current(), hold]
+        return {
+            "table": served.table.packed,
+            "layout": served.layout.packed,
+            "digests": served.digests,
+            "arena": served.arena.address,
+            "endpoint": hold.endpoint,
+            "finite": served.finite,
+        }
+
+    def reads(self, version: HeldVersion) -> bool:
+        """Return whether another engine still needs the bytes of ``version``."""
+        self._holds = self._current()
+        return any(hold.arena is version.arena for hold in self._holds)
+
+    def close(self) -> None:
+        for hold in self._holds:
+            hold.close()
+        self._holds.clear()
+
+    def _current(self) -> list[_Hold]:
+        for hold in self._holds:
+            if hold.has_expired:
+                hold.close()
+        return [hold for hold in self._holds if not hold.has_expired]
+
+
+class _Hold(Acceptor):
+    """Sends chunks to one process. Over when its connection ends, or none came within ``wait_s``; then, ``arena`` is
+    not read any more."""
+
+    def __init__(self, served: HeldVersion, arena: SharedArena, wait_s: float) -> None:
+        self.arena: SharedArena | None = arena
+        self._layout, self._memory = served.layout, served.memory  # stays mapped, whatever becomes of the arena
+        self._wait_s, self._end = wait_s, time.monotonic() + wait_s
+        self._is_connected = False
+        super().__init__()
+
+    @property
+    def has_expired(self) -> bool:
+        return self.arena is None or (not self._is_connected and time.monotonic() > self._end)
+
+    def _serve(self, connection: socket.socket) -> None:
+        self._is_connected = True
+        notice_lost_host(connection)
+        wait = at_most(self._wait_s)
+        try:
+            while count := _NUMBER.unpack(receive(connection, _NUMBER.size, at_most(None)))[0]:
+                for (chunk,) in _NUMBER.iter_unpack(receive(connection, count * _NUMBER.size, wait)):
+                    send(connection, byte_view(self._memory[self._layout.span(chunk)]), wait)
+        finally:
+            self.arena, self._memory = None, torch.empty(0, dtype=torch.uint8)
+            run_daemon(self.close, "bcp-push-held")  # not in this thread, for which it waits
+
+
+class EngineSource(PushSource):
+    """The version that ``engine`` serves; on other ranks than 0, where that is None, nothing.
+
+    ``fetch`` may return other dtypes than ``table`` states: those in which the workers received their parts. Where they
+    received a box in several, the table's dtype comes first.
     """
 
-    holder: Engine
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # Longer than the coordinator's deadline: its error names the cause.
-        self._hold_s = 2 * self.sender.deadline_s
-        self._transaction = secrets.token_hex(16)
-        self._has_hold = False
-        self._workers: list[str] = []
-        self._is_checked = False  # whether all values were finite when they were pushed
-        self._held: list[dict[str, list[HeldType]]] = []
-
-    def run(self) -> PushReport:
+    def __init__(self, engine: Engine | None, deadline_s: float, *, tcp_only: bool) -> None:
+        self._workers: list[_Worker] = []
+        self.table, self.held = Table(()), []
+        if engine is None:
+            return
+        self._name = engine.name
+        answers = ask_all(engine, "hold", {"deadline_s": deadline_s}, deadline_s)
         try:
-            return super().run()
-        finally:
-            self._release_hold()
+            for number, answer in enumerate(answers):
+                if "failure" not in answer:  # connected before an error of another one, so that it ends its hold
+                    name = f"worker {number} of {engine.name}"
+                    self._workers.append(_Worker(name, answer, deadline_s, tcp_only=tcp_only))
+            for error in failures_of(engine, answers):
+                raise error
+            if len({answer["applied_by"] for answer in answers}) > 1:
+                versions = [answer["version"] for answer in answers]
+                raise StateError(f"workers of {engine.name} serve different versions: {versions}; push to it again")
+        except BaseException:
+            self.close()
+            raise
+        self.version = answers[0]["version"]
+        self.checked_late = all(answer["finite"] for answer in answers)  # else a stream of them would begin unchecked
+        self.table = Table.unpack(answers[0]["table"])
+        self._stored = {name: meta.dtype for name, meta in self.table.rows}
+        self._parts: dict[str, list[tuple[_Worker, int]]] = {}
+        for worker in self._workers:
+            for number, part in enumerate(worker.layout.parts):
+                found = self._parts.setdefault(part.name, [])
+                is_stored = part.dtype == self._stored.get(part.name)
+                found.insert(0 if is_stored else len(found), (worker, number))
+                self.held.append((part.name, part.box))
 
-    def _describe(self) -> int | str:
-        named = "" if self.version is None else f", as {self.version!r}"
-        # The same exchange as of other pushes, so that ranks which push something else are found.
-        self._exchange_facts(b"", f"what an engine serves{named}")
-        version: int | str = self._share("push.describe", self._hold)
-        self.op.set_description(f"push of version {version!r} from {self.holder.name}")
-        return version
+    def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """Raises ``CorruptionError`` for bytes that have changed since the push, and ``EngineError`` or
+        ``DeadlineError`` for a worker that sends nothing more."""
+        places = [self._place_of(name, box) for name, box in boxes]
+        needed: dict[_Worker, dict[int, None]] = {}
+        for (worker, part), (_, box) in zip(places, boxes, strict=True):
+            chunks = (chunk for chunk, _, _ in worker.layout.overlaps(part, box))
+            needed.setdefault(worker, {}).update(dict.fromkeys(chunks))
+        read = {worker: worker.read(list(chunks)) for worker, chunks in needed.items()}
+        return [
+            _assemble(worker.layout, part, box, read[worker])
+            for (worker, part), (_, box) in zip(places, boxes, strict=True)
+        ]
 
-    def _hold(self, coordinator: PushCoordinator) -> int | str:
-        """Ask the holder what it holds, and the engines what they request of it. Returns the version."""
-        message = {"transaction": self._transaction, "hold_s": self._hold_s}
-        self._has_hold = True  # on some workers, even if another one refuses
-        answers = ask(self.holder, "hold", message, self.early_budget.left)
-        versions = [answer["version"] for answer in answers]
-        if any(version != versions[0] for version in versions):
-            raise StateError(f"workers of {self.holder.name} serve different versions: {versions}; push to it again")
-        self._workers = [answer["receiver"] for answer in answers]
-        self._is_checked = all(answer["finite"] for answer in answers)
-        self._held = [_types(answer["description"]) for answer in answers]
-        descriptions = [answer["description"] for answer in answers]
-        coordinator.set_sources([xxhash.xxh3_128_digest(one) for one in descriptions], descriptions)
-        coordinator.describe(self.early_budget, strict=self.strict)
-        version: int | str = versions[0] if self.version is None else self.version
-        return version
+    def _place_of(self, name: str, box: Box) -> tuple[_Worker, int]:
+        for worker, part in self._parts.get(name, ()):
+            if worker.layout.parts[part].box.contains(box):
+                return worker, part
+        raise PlanError(f"{name} {box} is not held here; the plan belongs to another version")
 
-    def _plan(self, coordinator: PushCoordinator) -> None:
-        """Assign writes to the holder's workers. Raises ``MismatchError`` for values that the holder does not have
-        exactly, and for tensors to quantize in blocks that no worker holds completely."""
-        coordinator.plan(len(self._workers))
-        exchange = coordinator.bound.exchange
-        if exchange.split:
-            names = ", ".join(sorted(exchange.split)[:5])
-            raise MismatchError(
-                f"engines request quantized tensors whose blocks are split between workers of {self.holder.name}: "
-                f"{names}; nothing was sent, push from their original source",
-                [("dtype", name, "its blocks are split between workers") for name in sorted(exchange.split)],
-            )
-        if self.strict:
-            self._check_exact(coordinator)
-
-    def _check_exact(self, coordinator: PushCoordinator) -> None:
-        """Check that the engines get the values that the original source would send. They would not where the holder
+    def check_exact(self, writes: Sequence[Write]) -> None:
+        """Check that engines get the values that the original source would send. They would not where the holder
         received a float32 as bfloat16, for example."""
-        stored = {name: meta.dtype for name, meta in coordinator.table.rows}
         faults: dict[str, str] = {}
-        for held, writes in zip(self._held, coordinator.bound.plan.writes, strict=True):
-            for write in writes:
-                if write.name not in held:
-                    continue  # scales of weights that are held
-                found = held_type(held[write.name], write.box)
-                if found not in (write.dtype, stored[write.name]):
-                    faults[write.name] = f"{write.dtype} is requested of {stored[write.name]}, it has {found}"
+        for write in writes:
+            if write.name in self._parts:  # else they are scales of weights that are held
+                worker, part = self._place_of(write.name, write.box)
+                found, stored = worker.layout.parts[part].dtype, self._stored[write.name]
+                if found not in (write.dtype, stored):
+                    faults[write.name] = f"{write.dtype} is requested of {stored}, it has {found}"
         check_faults(
-            f"{self.holder.name} no longer has the exact values of {len(faults)} tensor(s)",
+            f"{self._name} no longer has the exact values of {len(faults)} tensor(s)" if faults else "",
             [("dtype", name, text) for name, text in faults.items()],
             then="\n  nothing was sent; push from their original source, or accept the values that it has "
             "(strict=False)",
         )
 
-    def _prepare(self) -> bool:
-        return bool(self._share("push.prepare", self._prepare_engines))
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
 
-    def _send(self, version: int | str, *, is_streamed: bool) -> Sequence[bytes]:
-        outcomes = self._lead("push.write", lambda leader: self._transfer(leader, version if is_streamed else None))
-        self.op.broadcast("push.written", b"" if self.coordinator else None)
-        return outcomes or ()
 
-    def _transfer(self, coordinator: PushCoordinator, streamed: int | str | None) -> list[bytes]:
-        """Make the holder's workers write, while the engines apply the version that is ``streamed``, if any. Returns
-        the packed outcome of each worker."""
-        if streamed is not None and coordinator.finite and not self._is_checked:
-            # Its workers check chunk by chunk, while the engines load.
-            raise StateError(
-                f"{self.holder.name} serves a version that was pushed with check_finite=False; nothing was sent. "
-                "Stream it with check_finite=False if its values may be NaN or infinite"
+class _Worker:
+    """A worker of the holder. ``read`` is for one thread."""
+
+    def __init__(self, name: str, answer: Mapping[str, Any], wait_s: float, *, tcp_only: bool) -> None:
+        self._name, self._wait, self._wait_s = name, at_most(wait_s), wait_s
+        self._version, self._digests = answer["version"], answer["digests"]
+        self.layout = Layout.unpack(answer["layout"])
+        self._connection = connect(Endpoint(*answer["endpoint"]))
+        self._memory = None if tcp_only else attach(ArenaAddress(*answer["arena"]))
+
+    def read(self, chunks: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Return the bytes of chunks, which are verified."""
+        memory = self._memory
+        found = self._receive(chunks) if memory is None else [memory[self.layout.span(chunk)] for chunk in chunks]
+        damaged = find_damaged([byte_view(data) for data in found], [self._digests[chunk] for chunk in chunks])
+        if damaged:
+            raise CorruptionError(
+                f"{self._name}: version {self._version!r} is damaged in memory: "
+                f"{self.layout.name_of(chunks[damaged[0]])}; it was not sent, push to this engine again"
             )
-        stream = None if streamed is None else StreamApply(coordinator, streamed)
+        return dict(zip(chunks, found, strict=True))
+
+    def _receive(self, chunks: Sequence[int]) -> list[torch.Tensor]:
+        found = [torch.empty(self.layout.sizes[chunk], dtype=torch.uint8) for chunk in chunks]
         try:
-            budget = self._budget()
-            self._begin_all(coordinator, budget)
-            outcomes = self._wait(budget)
-            if stream is not None:
-                stream.end(None)
-            return outcomes
-        except BytecheckpointError as error:
-            if stream is not None:
-                self._release_hold()
-                stream.explain(error)
-            raise
+            send(self._connection, b"".join(map(_NUMBER.pack, (len(chunks), *chunks))), self._wait)
+            for data in found:
+                receive_into(self._connection, byte_view(data), self._wait)
+        except TimeoutError:
+            raise DeadlineError(f"{self._name} sent nothing for {self._wait_s:g} s; is its process stopped?") from None
+        except OSError as error:
+            raise EngineError(f"{self._name} sends no more, as it ended or released its memory: {error}") from error
+        return found
 
-    def _release_hold(self) -> None:
-        """Allow the holder to release the version."""
-        if self._has_hold:
-            with contextlib.suppress(BytecheckpointError):
-                ask_all(self.holder, "release_hold", {"transaction": self._transaction}, _CLEANUP_S)
-        self._has_hold = False
-
-    def _begin_all(self, coordinator: PushCoordinator, budget: Budget) -> None:
-        self.progress.expect(coordinator.bound.nbytes)
-        message = {
-            "transaction": self._transaction,
-            "assignments": dict(zip(self._workers, coordinator.assignments(), strict=True)),
-            "tcp_only": self.sender.tcp_only,
-            "deadline_s": self._hold_s,
-            "finite": coordinator.finite,
-        }
-        ask(self.holder, "send", message, budget.left)
-
-    def _wait(self, budget: Budget) -> list[bytes]:
-        pause_s, begin, is_second_look = _FIRST_POLL_S, time.monotonic(), False
-        while True:
-            self.op.check()
-            answers = ask_all(self.holder, "send_status", {"transaction": self._transaction}, budget.left)
-            errors = failures_of(self.holder, answers)
-            if errors:
-                # Where only consequences are known, ask again: the cause may be newer than its worker's answer.
-                if is_second_look or not all(isinstance(error, SenderLost) for error in errors):
-                    raise first_cause(errors)
-                is_second_look = True
-                continue
-            self.progress.reach(sum(answer["written"] for answer in answers))
-            outcomes = [answer["outcome"] for answer in answers]
-            if all(outcome is not None for outcome in outcomes):
-                return outcomes
-            if budget.is_over:
-                slow, took_s = [n for n, outcome in enumerate(outcomes) if outcome is None], time.monotonic() - begin
-                raise DeadlineError(
-                    f"workers {slow} of {self.holder.name} were still sending after {took_s:.3g} s; is a worker of a "
-                    "joining engine stopped? nothing was applied"
-                )
-            time.sleep(min(pause_s, budget.left))
-            pause_s = min(1.5 * pause_s, _LAST_POLL_S)
+    def close(self) -> None:
+        with suppress(OSError):
+            send(self._connection, _NUMBER.pack(0), at_most(0))
+        self._connection.close()
+        self._memory = None
 
 
-def _types(description: bytes) -> dict[str, list[HeldType]]:
-    """Return the boxes of one worker and their dtypes, by tensor."""
-    _, boxes, _, types = msgpack.unpackb(description, use_list=False)
-    found: dict[str, list[HeldType]] = {}
-    for (name, *box), dtype in zip(boxes, types, strict=True):
-        found.setdefault(name, []).append((Box(*box), find_dtype(dtype)))
-    return found
+def _assemble(layout: Layout, part: int, box: Box, chunks: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Return a view of one chunk, or a copy from several."""
+    dtype = torch_dtype_of(layout.parts[part].dtype)
+    out: torch.Tensor | None = None
+    for number, held, common in layout.overlaps(part, box):
+        source = chunks[number].view(dtype).view(held.lengths)[common.relative_to(held).slices()]
+        if common == box:
+            return source
+        out = torch.empty(box.lengths, dtype=dtype) if out is None else out
+        copy_elements(out[common.relative_to(box).slices()], source)
+    return torch.empty(box.lengths, dtype=dtype) if out is None else out

@@ -23,15 +23,13 @@ from ...errors import BytecheckpointError, EngineError, StateError
 from ...runtime.threads import run_daemon
 from .engines.base import Budget, Engine, ask, ask_all, check_awake
 from .engines.vllm import engine_at, server_at
-from .transports.acceptor import Acceptor, connect
+from .transports.acceptor import Acceptor, connect, notice_lost_host
 
 _CONNECT_S = 1.0  # a firewall that drops packets must not delay each push for longer
 _RESOLVE_S = 600.0  # requests of the lost push come first, in which the engine may load weights
 _RETRY_S = 1.0
 _PROBE_S = 2.0
 _REVERT = b"r"  # sent before the connection of a lease ends
-# The kernel asks every five seconds whether the sender's host still runs, and gives up after the third question.
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 _log = logging.getLogger(__name__)
 
@@ -153,10 +151,7 @@ class PauseLease(Acceptor):
 
     def _serve(self, connection: socket.socket) -> None:
         self.is_connected = True
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            if hasattr(socket, option):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        notice_lost_host(connection)
         revert = False
         with suppress(OSError):
             revert = receive(connection, 1, at_most(None)) == _REVERT

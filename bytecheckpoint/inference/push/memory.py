@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -13,10 +12,9 @@ import xxhash
 
 from ...engine.tensor_bytes import byte_view
 from ...errors import EngineError
-from ...runtime.threads import Threads
 from .layout import ALIGNMENT_BYTES, Layout, Waves, align
 from .messages import Table
-from .transports.base import THREADS
+from .transports.base import find_damaged
 from .transports.shared_memory import ArenaChunks, SharedArena
 
 Mode = Literal["double", "streamed"]
@@ -144,14 +142,8 @@ class HeldVersion:
 
     def faults(self, digests: list[int]) -> list[int]:
         """Return the chunks whose bytes do not have these digests."""
-        data, span = byte_view(self.memory), self.layout.span
-
-        def find(chunks: range) -> list[int]:
-            return [chunk for chunk in chunks if xxhash.xxh3_64_intdigest(data[span(chunk)]) != digests[chunk]]
-
-        with Threads(THREADS, "bcp-push-verify") as threads:
-            parts = threads.map(find, [range(first, len(digests), THREADS) for first in range(THREADS)])
-            return sorted(chain.from_iterable(parts))
+        data = byte_view(self.memory)
+        return find_damaged([data[self.layout.span(chunk)] for chunk in range(len(digests))], digests)
 
     def release(self) -> None:
         """Free the bytes."""

@@ -28,7 +28,7 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
 from ..layouts.parts import TensorBox
 
-PROTOCOL = 14
+PROTOCOL = 15
 """The version of the messages; both sides must have the same."""
 
 E = TypeVar("E", bound=BaseException)

@@ -291,7 +291,7 @@ def merge_descriptions(descriptions: Sequence[bytes]) -> tuple[Table, dict[str, 
     pinned: set[str] = set()
     aliases: dict[str, str] = {}
     for sender, description in enumerate(descriptions):
-        packed, boxes, names, _ = msgpack.unpackb(description, use_list=False)
+        packed, boxes, names = msgpack.unpackb(description, use_list=False)
         table = Table.unpack(packed)
         for alias, name in table.aliases:
             if aliases.setdefault(alias, name) != name:

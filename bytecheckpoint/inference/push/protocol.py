@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -36,8 +35,9 @@ ENGINE_SHARE = 0.7
 
 
 @dataclass
-class Push(ABC):
-    """One push on one rank, for any kind of senders. Rank 0 has a ``coordinator``. ``version`` is the caller's."""
+class Push:
+    """One push on one rank, which sends the tensors of its source. Rank 0 has a ``coordinator``. ``version`` is the
+    caller's, or None for that of the source on rank 0."""
 
     op: Operation
     coordinator: PushCoordinator | None
@@ -47,6 +47,8 @@ class Push(ABC):
     progress: ProgressReporter
     engines: Sequence[str]  # the identities of the engines that this rank was given
     own: ColocatedEngines | None  # if it is one that only this rank may reach
+    make_source: Callable[[], PushSource]
+    what: str  # is pushed, the same on all ranks
 
     def __post_init__(self) -> None:
         self._colocated: ColocatedEngines | None = None
@@ -55,14 +57,15 @@ class Push(ABC):
 
     def run(self) -> PushReport:
         """Run all stages."""
-        with self._stage("describe"):
-            version = self._describe()
-        with self._stage("plan"):
-            self._lead("push.plan", self._plan)
-        with self._stage("prepare"):
-            is_streamed = self._prepare()
-        with self._stage("stream" if is_streamed else "write"):
-            outcomes = [SenderResult(*msgpack.unpackb(one)) for one in self._send(version, is_streamed=is_streamed)]
+        with ExitStack() as stack:
+            with self._stage("describe"):
+                version = self._describe(stack)
+            with self._stage("plan"):
+                self._lead("push.plan", self._plan)
+            with self._stage("prepare"):
+                is_streamed = self._prepare()
+            with self._stage("stream" if is_streamed else "write"):
+                outcomes = [SenderResult(*msgpack.unpackb(one)) for one in self._send(version, is_streamed=is_streamed)]
         if not is_streamed:
             budget = self._budget()
             with self._stage("verify"):
@@ -74,29 +77,33 @@ class Push(ABC):
         )
         return PushReport.from_plain(report)
 
-    @abstractmethod
-    def _describe(self) -> int | str:
-        """Find out what the senders hold and what the engines request of it. Returns the version."""
+    def _describe(self, stack: ExitStack) -> int | str:
+        """Find out what the senders hold, until the ``stack`` ends, and what the engines request of it. Returns the
+        version."""
+        op = self.op
+        with op.phase("push.describe"):
+            self._source = stack.enter_context(closing(self.make_source()))
+        fingerprints = self._exchange_facts()
+        if self._share("push.ask", lambda leader: not leader.has_sources(fingerprints)):
+            with op.phase("push.sources"):
+                description = self._source.describe()
+            descriptions = op.gather("push.sources", description) or ()
+            self._lead("push.sources", lambda leader: leader.set_sources(fingerprints, descriptions))
+        self._lead("push.describe", lambda leader: leader.describe(self.early_budget, strict=self.strict))
+        version: int | str | None = self.version
+        if version is None:
+            version = self._share("push.version", lambda _: self._source.version)
+            op.set_description(f"push of version {version!r}")
+        assert version is not None
+        return version
 
-    @abstractmethod
-    def _plan(self, coordinator: PushCoordinator) -> None:
-        """Plan who sends what."""
-
-    @abstractmethod
-    def _prepare(self) -> bool:
-        """Prepare the engines, and return whether weights are streamed into them."""
-
-    @abstractmethod
-    def _send(self, version: int | str, *, is_streamed: bool) -> Sequence[bytes]:
-        """Send, and apply a version that is streamed. Returns the packed outcomes of the senders on rank 0."""
-
-    def _exchange_facts(
-        self, fingerprint: bytes, what: str, unmatched: Sequence[str] = (), unused: Sequence[str] = ()
-    ) -> list[bytes]:
+    def _exchange_facts(self) -> list[bytes]:
         """Choose the engines, and return the fingerprint of each rank on rank 0. Raises ``StateError`` when ranks push
         different versions, and ``MismatchError`` if something of a rename is unmatched, or a pattern unused, on all
         ranks."""
-        own = [fingerprint, what, self.engines, list(unmatched), list(unused), self.own is not None]
+        source = self._source
+        names = [list(source.unmatched), list(source.unused)]
+        own = [source.fingerprint(), self.what, self.engines, *names, self.own is not None]
         gathered = self.op.gather("push.facts", msgpack.packb(own))
         facts = [msgpack.unpackb(one) for one in gathered or ()]
         is_colocated = all(fact[5] for fact in facts) and any(fact[2] != self.engines for fact in facts)
@@ -126,8 +133,10 @@ class Push(ABC):
             self._colocated, self.own.op = self.own, self.op
         return [fingerprint for fingerprint, *_ in facts]
 
-    def _prepare_engines(self, coordinator: PushCoordinator) -> bool:
-        return coordinator.prepare(self.early_budget, lambda: self._plan(coordinator), strict=self.strict)
+    def _plan(self, coordinator: PushCoordinator) -> None:
+        coordinator.plan(self.op.world_size)
+        if self.strict:
+            self._source.check_exact(coordinator.bound.plan.writes[0])
 
     def _lead(self, phase: str, step: Callable[[PushCoordinator], T]) -> T | None:
         """Run a step of rank 0 as a phase of all ranks. Returns its result on rank 0."""
@@ -156,39 +165,19 @@ class Push(ABC):
         with self._timings.step(name):
             yield
 
-
-@dataclass
-class RankPush(Push):
-    """A push of a job's own tensors: each rank sends those of its source."""
-
-    make_source: Callable[[], PushSource]
-
-    def _describe(self) -> int | str:
-        op, version = self.op, self.version
-        assert version is not None
-        with op.phase("push.describe"):
-            self._source = self.make_source()
-        source = self._source
-        fingerprints = self._exchange_facts(source.fingerprint(), repr(version), source.unmatched, source.unused)
-        if self._share("push.ask", lambda leader: not leader.has_sources(fingerprints)):
-            with op.phase("push.sources"):
-                description = self._source.describe()
-            descriptions = op.gather("push.sources", description) or ()
-            self._lead("push.sources", lambda leader: leader.set_sources(fingerprints, descriptions))
-        self._lead("push.describe", lambda leader: leader.describe(self.early_budget, strict=self.strict))
-        return version
-
-    def _plan(self, coordinator: PushCoordinator) -> None:
-        coordinator.plan(self.op.world_size)
-
     def _prepare(self) -> bool:
-        self._lead("push.prepare", self._prepare_engines)
+        """Prepare the engines, and return whether weights are streamed into them."""
+        self._lead(
+            "push.prepare",
+            lambda leader: leader.prepare(self.early_budget, lambda: self._plan(leader), strict=self.strict),
+        )
         packed = self._lead("push.prepare", lambda leader: leader.assignments())
         self._assignment = self.sender.take(self.op.scatter("push.assignment", packed))
         return bool(self._assignment.rings)
 
     def _send(self, version: int | str, *, is_streamed: bool) -> Sequence[bytes]:
-        """Write to arenas, or to ring buffers while the engines load.
+        """Write to arenas, or to ring buffers while the engines load. Returns the packed outcomes of the senders on
+        rank 0.
 
         Rank 0 raises a worker's failure in a stream, because it can add what the engines serve after it.
         """

@@ -18,9 +18,9 @@ from ...runtime.gc_pause import paused
 from .coordinator import PushCoordinator
 from .engines.base import Budget, Engine
 from .engines.colocated import ColocatedEngines
-from .joins import Join
+from .joins import EngineSource
 from .plan import CHUNK_BYTES
-from .protocol import ENGINE_SHARE, Push, RankPush
+from .protocol import ENGINE_SHARE, Push
 from .report import Progress, ProgressReporter, PushReport
 from .sender import Sender
 from .sources import source_of
@@ -138,7 +138,7 @@ class Pusher:
 
         Args:
             what: A module, a state as for ``bytecheckpoint.save``, an open checkpoint, or another ``Engine`` that was
-                pushed to, whose workers then send what it serves.
+                pushed to, whose version rank 0 then reads and sends.
             version: The engines' name for these weights. By default a checkpoint's step, the version of the other
                 engine, or one more than the last version.
             section: The section of the state or checkpoint to push.
@@ -152,8 +152,8 @@ class Pusher:
             check_finite: Refuse values that are NaN or infinite, as senders would send them (after a cast). They are
                 found before any weight changes, except where a checkpoint is streamed. Without this check, workers of
                 vLLM overwrite the KV cache when they load the next version: kernels read unused parts of it.
-            progress: Called by this thread when a stage begins and while this rank writes (on rank 0 also while
-                another engine sends), with the stage, the bytes written, and their total.
+            progress: Called by this thread when a stage begins and while this rank writes, with the stage, the bytes
+                written, and their total.
 
         Returns:
             The report, the same on every rank.
@@ -187,10 +187,14 @@ class Pusher:
             reporter = ProgressReporter(progress)
             common = (op, coordinator, self._sender, version, strict, reporter, self._engines, self._own)
             if isinstance(what, Engine):
-                push: Push = Join(*common, what)
+                holder = what if op.rank == 0 else None
+                make = partial(EngineSource, holder, self._sender.deadline_s, tcp_only=self._sender.tcp_only)
+                named = "" if version is None else f", as {version!r}"
+                push = Push(*common, make, f"what an engine serves{named}")
             else:
                 of_rank = partial(source_of, what, section, rank=op.rank, world_size=op.world_size)
-                push = RankPush(*common, partial(of_rank, framework=framework, rename=rename, exclude=exclude))
+                make_own = partial(of_rank, framework=framework, rename=rename, exclude=exclude)
+                push = Push(*common, make_own, repr(version))
             with paused():
                 report = push.run()
             self._version = report.version

@@ -23,12 +23,12 @@ from ...errors import BytecheckpointError, CorruptionError, EngineError, StateEr
 from ...runtime.gc_pause import paused
 from ...telemetry.trace import notify
 from .engine_model import ChunkedTensors, EngineModel, LoadRecord, record_load
+from .joins import Holds
 from .layout import ChunkStore, Waves
 from .leases import PauseLease
 from .lifecycle import PushLifecycle, PushState
 from .memory import STREAMED, HeldVersion, MemoryPolicy, VersionStore
 from .messages import PROTOCOL, FailureResponse, Table, decode, encode, pack_parts
-from .peer_source import PeerSource
 from .replay import Replay
 from .transports.base import Digests, word_digests, xxh3_digests
 from .transports.cuda_ipc import DeviceArena
@@ -50,8 +50,7 @@ _log = logging.getLogger(__name__)
 class Receiver:
     """Answers the requests of a push in one worker of an engine.
 
-    Only the thread that runs the model may call it. The TCP servers, and transfers to other engines, use
-    separate threads.
+    Only the thread that runs the model may call it. The TCP servers use separate threads.
 
     Args:
         model: The worker's model.
@@ -78,7 +77,7 @@ class Receiver:
         self._lease: PauseLease | None = None
         self._left_paused = False  # whether a push has paused the engine, and has not resumed it
         self._server: ChunkServer | None = None
-        self._source = PeerSource()
+        self._holds = Holds()
         self._member = GroupMember()
 
     def answer(self, request: str, base: Receiver | None = None) -> str:
@@ -139,7 +138,7 @@ class Receiver:
         self._end_lease()
         self._stop_listening()
         self._member.leave()
-        self._source.close("the worker released its memory")
+        self._holds.close()
         self._versions.release()
         self._push.begin()
 
@@ -174,7 +173,7 @@ class Receiver:
         table, record, _ = known_record
         policy = MemoryPolicy(message["memory"], message["sharers"][self.id])
         mode = message["mode"] or policy.choose_mode(layout.nbytes, self._versions.held)
-        version = self._versions.begin(table, layout, mode, self._source.reads)
+        version = self._versions.begin(table, layout, mode, self._holds.reads)
         self._push.move(PushState.RECEIVING)
         answer = {"mode": mode, "tokens": self._versions.tokens, "known": [], "served": []}
         if mode == STREAMED:
@@ -471,7 +470,7 @@ class Receiver:
                 f"it has no bytes to send, as it {self._serving()}, or its memory was released or is short; push into "
                 "it first, or use another engine"
             )
-        return self._source.hold(message, served)
+        return self._holds.hold(message, served)
 
     def _finish(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """End a stream after all senders have finished."""
@@ -495,9 +494,6 @@ class Receiver:
         "state": _state,
         "release": _release,
         "hold": _hold,
-        "send": lambda self, message: self._source.send(message, self.id),
-        "send_status": lambda self, message: self._source.send_status(message),
-        "release_hold": lambda self, message: self._source.release(message),
     }
 
 

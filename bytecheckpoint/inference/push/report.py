@@ -83,7 +83,7 @@ class PushReport:
         version: The version that the engines serve now.
         seconds: Seconds by stage (``describe``, ``plan``, ``prepare``, ``write``, ``verify``, ``apply``, ``stream``).
         workers: A report for each worker of all engines.
-        written: Bytes that left each sender: by rank, or by worker where an engine was the source.
+        written: Bytes that left each rank.
         engine_bytes: Bytes of all tensors of the senders, which a broadcast of the model would send to each
             worker.
         mode: How much of the version workers held in memory; see ``memory_bytes`` of ``Pusher``.

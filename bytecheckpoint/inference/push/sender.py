@@ -1,7 +1,4 @@
-"""One sender: its writes, and how it reaches the workers.
-
-A sender is a rank of the job, or a worker of an engine that others join.
-"""
+"""One sender, a rank of the job: its writes, and how it reaches the workers."""
 
 from __future__ import annotations
 
@@ -101,9 +98,8 @@ class Sender:
         return found
 
     def check_before_stream(self, source: PushSource) -> None:
-        """Check the values of a live state, as they will be sent, before an engine loads the first of them. Those of a
-        checkpoint, which would be read twice, are checked when they are sent."""
-        if not self.finite or source.replicated:
+        """Check the values, as they will be sent, before an engine loads the first of them."""
+        if not self.finite or source.checked_late:
             return
         stored = {name: meta.dtype for name, meta in source.table.rows}
         # Scales are not stored; their weights are checked.

@@ -17,9 +17,9 @@ from ...checkpoint.selection import Exclusion
 from ...engine.tensor_bytes import box_view
 from ...errors import NameNotFoundError, PlanError, StateError, UsageError
 from ...frameworks.sections import resolve_sections
-from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ...tensors.shards import Shard, torch_dtype
+from .layout import Write
 from .messages import Table
 
 
@@ -33,10 +33,10 @@ class PushSource(ABC):
     table: Table
     held: list[tuple[str, Box]]
     pinned: frozenset[str] = frozenset()
-    types: Sequence[DType] = ()
-    """The dtypes of ``held`` where they are not those of ``table``."""
-    replicated = False
-    """Whether every sender holds all tensors."""
+    version: int | str | None = None
+    """What an engine that is the source calls these tensors."""
+    checked_late = False
+    """Whether values are checked when they are sent, and not before a stream begins."""
     unmatched: Sequence[str] = ()
     """What of a rename matches none of this sender's names."""
     unused: Sequence[str] = ()
@@ -46,11 +46,16 @@ class PushSource(ABC):
     def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """Return boxes, each of which lies inside a held one, in their own dtypes. They may be views of live memory."""
 
+    def check_exact(self, writes: Sequence[Write]) -> None:  # noqa: B027 - most have the values that they describe
+        """Raise ``MismatchError`` for writes of values that were rounded before."""
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Release what the source holds."""
+
     def describe(self) -> bytes:
         """Return a description for the coordinator. Equal descriptions lead to equal plans."""
         held = [(name, *box) for name, box in self.held]
-        types = [dtype.name for dtype in self.types]
-        packed: bytes = msgpack.packb([self.table.packed, held, sorted(self.pinned), types])
+        packed: bytes = msgpack.packb([self.table.packed, held, sorted(self.pinned)])
         return packed
 
     def fingerprint(self) -> bytes:
@@ -120,7 +125,7 @@ class StateSource(PushSource):
 class CheckpointSectionSource(PushSource):
     """A section of an open checkpoint. Senders that have opened the same checkpoint read a share each."""
 
-    replicated = True
+    checked_late = True  # they would be read twice
 
     def __init__(self, checkpoint: Checkpoint, section: str, exclude: Sequence[str] = ()) -> None:
         excluded, found = Exclusion(exclude), checkpoint.section_rows(section, -1)

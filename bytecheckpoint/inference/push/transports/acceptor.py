@@ -16,6 +16,8 @@ from ....runtime.threads import Threads
 
 _CONNECT_S = 5.0
 _MOST_SENDERS = 256
+# The kernel asks every five seconds whether the other host still runs, and gives up after the third question.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +37,13 @@ def connect(endpoint: Endpoint) -> socket.socket:
             f"a port of this push cannot be reached from {socket.gethostname()}: {error}; open it between senders and "
             "workers, or run the sender on the worker's host as the same user"
         ) from error
+
+
+def notice_lost_host(connection: socket.socket) -> None:
+    """Let a connection end soon after the other side's host is gone."""
+    for option, value in _KEEPALIVE.items():
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 class Acceptor(ABC):

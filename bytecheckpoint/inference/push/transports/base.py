@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import xxhash
 
 from ....errors import EngineError
 from ....frameworks.digests import digest_on_device
+from ....runtime.threads import Threads
 from ..layout import ChunkTarget
 
 THREADS = min(4, len(os.sched_getaffinity(0)))
@@ -64,6 +66,17 @@ class Transport(ABC):
 def xxh3_digests(chunks: Sequence[torch.Tensor]) -> list[int]:
     """Return the xxh3-64 digests of bytes in host memory."""
     return [xxhash.xxh3_64_intdigest(data.numpy().data) for data in chunks]
+
+
+def find_damaged(chunks: Sequence[memoryview], digests: Sequence[int]) -> list[int]:
+    """Return the positions of the chunks whose bytes do not have these xxh3-64 digests."""
+
+    def find(positions: range) -> list[int]:
+        return [at for at in positions if xxhash.xxh3_64_intdigest(chunks[at]) != digests[at]]
+
+    with Threads(THREADS, "bcp-push-verify") as threads:
+        parts = threads.map(find, [range(first, len(digests), THREADS) for first in range(THREADS)])
+        return sorted(chain.from_iterable(parts))
 
 
 def word_digests(chunks: Sequence[torch.Tensor]) -> list[int]:
