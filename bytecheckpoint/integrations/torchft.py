@@ -21,11 +21,11 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_pa
 from torchft.checkpointing.transport import CheckpointTransport
 
 from ..checkpointer import Checkpointer
+from ..control.acceptor import Acceptor
 from ..control.connections import Endpoint, Wait, at_most, close_when_connected, dial, receive, receive_into, send
 from ..control.single import SingleProcess
 from ..errors import ControlError, DeadlineError, MismatchError, UsageError
 from ..frameworks.dtensor import dtensor_around, dtensor_boxes, is_dtensor, local_tensor
-from ..inference.push.transports.acceptor import Acceptor
 from ..storage_backends.memory import MemoryBackend
 
 TESTED = "0.2.0"

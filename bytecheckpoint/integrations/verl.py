@@ -15,12 +15,12 @@ import msgpack
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
+from ..control.acceptor import all_addresses, connect
 from ..control.addresses import listen
 from ..control.connections import Buffer, Endpoint, LoopThread, accept, at_most, new_key, receive, receive_into, send
 from ..engine.tensor_bytes import as_bytes, byte_view
 from ..errors import BytecheckpointError, ControlError, CorruptionError, DeadlineError
 from ..format.checksums import checksum_of
-from ..inference.push.transports.acceptor import connect, push_addresses
 from ..tensors.dtypes import find_dtype
 
 TESTED = "0.9.1"
@@ -63,7 +63,7 @@ class BcpCheckpointEngine(CheckpointEngine):
         if self._is_master:
             return ""
         listener, self._accepted = listen(), Future()
-        addresses, port, key = push_addresses(), listener.getsockname()[1], new_key()
+        addresses, port, key = all_addresses(), listener.getsockname()[1], new_key()
         self._accepting, accepted = LoopThread("bcp-verl-accept"), self._accepted
         self._accepting.submit(accept(listener, key, lambda _, connection: accepted.set_result(connection)))
         return json.dumps([addresses, port, key.hex()])

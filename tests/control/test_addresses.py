@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from bytecheckpoint.control import addresses
+from bytecheckpoint.control.acceptor import all_addresses
 from bytecheckpoint.control.addresses import (
     ADDRESS_VARIABLE,
     EVERYWHERE,
@@ -17,7 +18,6 @@ from bytecheckpoint.control.addresses import (
     own_addresses,
 )
 from bytecheckpoint.errors import ControlError, UsageError
-from bytecheckpoint.inference.push.transports.acceptor import push_addresses
 from bytecheckpoint.testing import time_limit
 
 
@@ -46,7 +46,7 @@ def test_a_configured_address_of_a_gateway(monkeypatch: pytest.MonkeyPatch) -> N
 def test_all_addresses(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     """The other side gets addresses to which it can connect."""
     monkeypatch.setenv(ADDRESS_VARIABLE, address)
-    assert LOOPBACK in push_addresses()
+    assert LOOPBACK in all_addresses()
     assert not set(EVERYWHERE) & set(own_addresses())
     with listen() as listener:
         if address == "0.0.0.0":

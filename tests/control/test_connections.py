@@ -19,6 +19,7 @@ import msgpack
 import pytest
 
 from bytecheckpoint.control import connections
+from bytecheckpoint.control.acceptor import Acceptor
 from bytecheckpoint.control.addresses import LOOPBACK, listen
 from bytecheckpoint.control.connections import (
     Endpoint,
@@ -34,7 +35,6 @@ from bytecheckpoint.control.connections import (
 )
 from bytecheckpoint.control.messages import Introduction
 from bytecheckpoint.control.network import Network
-from bytecheckpoint.inference.push.transports.acceptor import Acceptor
 from bytecheckpoint.testing import time_limit
 
 pytestmark = pytest.mark.sampled(13, of=__name__)

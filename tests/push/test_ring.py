@@ -83,7 +83,7 @@ def _ring(waves: Waves, uses: list[int], deadline_s: float = time_limit(10)) -> 
         yield ring
     finally:
         ring.close()
-        assert threads_left("bcp-push-tcp", before) == []
+        assert threads_left("bcp-tcp", before) == []
 
 
 @contextmanager

@@ -11,14 +11,14 @@ import torch
 import xxhash
 from leak_watch import threads_left
 
+from bytecheckpoint.control import acceptor
+from bytecheckpoint.control.acceptor import connect
 from bytecheckpoint.control.addresses import ADDRESS_VARIABLE
 from bytecheckpoint.control.connections import Endpoint, at_most, receive, send
 from bytecheckpoint.engine.tensor_bytes import byte_view
 from bytecheckpoint.errors import DeadlineError, EngineError
 from bytecheckpoint.inference.layouts.parts import TensorBox
 from bytecheckpoint.inference.push.layout import ChunkTarget, Layout
-from bytecheckpoint.inference.push.transports import acceptor
-from bytecheckpoint.inference.push.transports.acceptor import connect
 from bytecheckpoint.inference.push.transports.base import OutgoingChunk
 from bytecheckpoint.inference.push.transports.shared_memory import ArenaChunks, SharedArena, attach
 from bytecheckpoint.inference.push.transports.tcp import FAILED, FRAME, STATUS, TAKEN, ChunkServer, TcpTransport
@@ -46,7 +46,7 @@ def server(memory: torch.Tensor) -> Iterator[ChunkServer]:
     started = ChunkServer(ArenaChunks(LAYOUT, memory), time_limit(5))
     yield started
     started.close()
-    assert threads_left("bcp-push-tcp", before) == []
+    assert threads_left("bcp-tcp", before) == []
 
 
 def _transport(server: ChunkServer, deadline_s: float | None = None) -> TcpTransport:

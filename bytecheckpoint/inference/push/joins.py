@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...control.acceptor import Acceptor, connect, notice_lost_host
 from ...control.connections import Endpoint, at_most, receive, receive_into, send
 from ...engine.tensor_bytes import byte_view, copy_elements
 from ...errors import CorruptionError, DeadlineError, EngineError, PlanError, StateError
@@ -26,7 +27,6 @@ from .layout import Layout, Write
 from .memory import HeldVersion
 from .messages import Table, check_faults
 from .sources import PushSource
-from .transports.acceptor import Acceptor, connect, notice_lost_host
 from .transports.base import find_damaged
 from .transports.shared_memory import ArenaAddress, SharedArena, attach
 

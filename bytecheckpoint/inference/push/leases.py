@@ -18,12 +18,12 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
+from ...control.acceptor import Acceptor, connect, notice_lost_host
 from ...control.connections import Endpoint, at_most, close_when_connected, receive
 from ...errors import BytecheckpointError, EngineError, StateError
 from ...runtime.threads import run_daemon
 from .engines.base import Budget, Engine, ask, ask_all, check_awake
 from .engines.vllm import engine_at, server_at
-from .transports.acceptor import Acceptor, connect, notice_lost_host
 
 _CONNECT_S = 1.0  # a firewall that drops packets must not delay each push for longer
 _RESOLVE_S = 600.0  # requests of the lost push come first, in which the engine may load weights

@@ -17,10 +17,10 @@ from concurrent.futures import Future, wait
 from contextlib import closing, suppress
 from typing import Any, Literal
 
+from ....control.acceptor import Acceptor, connect
 from ....control.connections import Endpoint, at_most, receive, send
 from ....errors import DeadlineError, EngineError, UsageError
 from ....runtime.threads import run_daemon
-from ..transports.acceptor import Acceptor, connect
 from .base import Budget, Engine
 
 METHOD = "bcp_push"

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ....control.acceptor import all_addresses
 from ....control.addresses import EVERYWHERE, LOOPBACK, listen
 from ....errors import EngineError, StateError, UsageError
 from ....runtime.threads import run_daemon
-from .acceptor import push_addresses
 from .base import TransportBroken
 
 GroupBackend = Literal["gloo", "nccl"]
@@ -87,7 +87,7 @@ class GroupRendezvous:
             )
             size = len(senders) + len(workers)
             self._address = GroupAddress(
-                secrets.token_hex(8), push_addresses(), self._store.port, self._backend, size, self._wait_s
+                secrets.token_hex(8), all_addresses(), self._store.port, self._backend, size, self._wait_s
             )
             self._workers = list(workers)
         return self._address

@@ -18,12 +18,12 @@ from functools import partial
 import msgpack
 import torch
 
+from ....control.acceptor import Acceptor, connect
 from ....control.connections import Endpoint, at_most, receive, receive_into, send
 from ....engine.tensor_bytes import byte_view
 from ....errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from ..layout import ArrivedChunk, ChunkStore, ChunkTarget
 from ..messages import SenderLost
-from .acceptor import Acceptor, connect
 from .base import OutgoingChunk, Transport, TransportBroken
 from .cuda_ipc import OpenArena, attach_device, synchronize
 from .shared_memory import ArenaAddress, attach

@@ -1,4 +1,4 @@
-"""Connections of a push: a server that senders connect to, and the way to it."""
+"""A server for blocking connections, each served in a thread of its own, and the way to it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import os
 import socket
 from abc import ABC, abstractmethod
 
-from ....control.addresses import LOOPBACK, listen, own_addresses
-from ....control.connections import Endpoint, LoopThread, accept, new_key
-from ....control.connections import connect as connect_to
-from ....errors import CorruptionError, EngineError
-from ....runtime.threads import Threads
+from ..errors import CorruptionError, EngineError
+from ..runtime.threads import Threads
+from .addresses import LOOPBACK, listen, own_addresses
+from .connections import Endpoint, LoopThread, accept, new_key
+from .connections import connect as connect_to
 
 _CONNECT_S = 5.0
-_MOST_SENDERS = 256
+_MOST_CONNECTIONS = 256
 # The kernel asks every five seconds whether the other host still runs, and gives up after the third question.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 _log = logging.getLogger(__name__)
 
 
-def push_addresses() -> list[str]:
-    """Return the addresses at which the other side of a push reaches this process, the likeliest first."""
+def all_addresses() -> list[str]:
+    """Return the addresses at which other processes, also of this host, reach this one, the likeliest first."""
     own = own_addresses(filter(None, [os.environ.get("VLLM_HOST_IP")]))
     return list(dict.fromkeys([*own, LOOPBACK]))
 
@@ -34,8 +34,8 @@ def connect(endpoint: Endpoint) -> socket.socket:
         return connect_to(endpoint, limit_s=_CONNECT_S)
     except OSError as error:
         raise EngineError(
-            f"a port of this push cannot be reached from {socket.gethostname()}: {error}; open it between senders and "
-            "workers, or run the sender on the worker's host as the same user"
+            f"a port of this library cannot be reached from {socket.gethostname()}: {error}; open it between senders "
+            "and workers, or run the sender on the worker's host as the same user"
         ) from error
 
 
@@ -47,19 +47,19 @@ def notice_lost_host(connection: socket.socket) -> None:
 
 
 class Acceptor(ABC):
-    """Listens for senders until ``close``, and serves each authenticated connection in its own thread."""
+    """Listens until ``close``, and serves each authenticated connection in its own thread."""
 
     def __init__(self) -> None:
         listener = listen()
-        self.endpoint = Endpoint(push_addresses(), listener.getsockname()[1], new_key())
+        self.endpoint = Endpoint(all_addresses(), listener.getsockname()[1], new_key())
         self._connections: set[socket.socket] = set()
-        self._threads = Threads(_MOST_SENDERS, thread_name_prefix="bcp-push-tcp")
-        self._accepting = LoopThread("bcp-push-accept")
+        self._threads = Threads(_MOST_CONNECTIONS, thread_name_prefix="bcp-tcp")
+        self._accepting = LoopThread("bcp-accept")
         self._accepting.submit(accept(listener, self.endpoint.key, self._take))
 
     @abstractmethod
     def _serve(self, connection: socket.socket) -> None:
-        """Serve an authenticated sender. Raises ``OSError``, ``EngineError`` or ``CorruptionError`` to end the
+        """Serve an authenticated connection. Raises ``OSError``, ``EngineError`` or ``CorruptionError`` to end the
         connection."""
 
     def close(self) -> None:
@@ -79,8 +79,8 @@ class Acceptor(ABC):
             with connection:
                 self._serve(connection)
         except (OSError, EngineError, CorruptionError) as error:
-            _log.warning("push: a sender's connection ended: %s", error)
-        except Exception:  # noqa: BLE001 - the sender notices the closed connection
-            _log.exception("push: receiving from a sender failed")
+            _log.warning("a connection ended: %s", error)
+        except Exception:  # noqa: BLE001 - the other side notices the closed connection
+            _log.exception("serving a connection failed")
         finally:
             self._connections.discard(connection)
