@@ -206,8 +206,8 @@ def test_the_joining_engine_is_stopped(holder: ToyEngine, engine: ToyEngine) -> 
     pid = engine.look()["pids"][0]
     engine.fault(0, "stop after prepare")
     try:
-        with pytest.raises(DeadlineError, match="is its process stopped"):
-            _join(holder.url, engine.url, 3.0)
+        with pytest.raises(EngineError, match=r"cannot be reached .*no answer in time"):
+            _join(holder.url, engine.url)
         until(lambda: max(holder.look()["threads"]) == 1, "its threads have ended")
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -281,7 +281,7 @@ def test_another_join_of_the_same_engine(holder: ToyEngine, engine: ToyEngine) -
         until(lambda: holder.look()["waiting"][0] == 2, "both have begun")
         for worker in range(2):
             holder.fault(worker, "go on")
-        with pytest.raises(EngineError, match="this push is over: another one began"):
+        with pytest.raises(EngineError, match=r"this push is over: another one began|connection to the worker .* broke"):
             first.result()
     second.result()
     _assert_serves(engine, 1)

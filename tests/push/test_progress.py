@@ -19,7 +19,7 @@ from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
 from bytecheckpoint.cli.output import _StageBar
-from bytecheckpoint.inference.push import HttpEngine, Pusher, sender
+from bytecheckpoint.inference.push import HttpEngine, Pusher, writing
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -39,7 +39,7 @@ def _push(rank: int, world_size: int, url: str, options: dict[str, Any]) -> tupl
     """Return the progress reports of two pushes, and the bytes that each rank wrote in the first."""
     first: Reports = []
     second: Reports = []
-    every_chunk = mock.patch.object(sender, "_RUN_BYTES", 1)  # progress is reported after each run of chunks
+    every_chunk = mock.patch.object(writing, "_RUN_BYTES", 1)  # progress is reported after each run of chunks
     with every_chunk, Pusher(HttpEngine(url), deadline_s=time_limit(30), **options) as pusher:
         report = pusher.push(ToyTrainee(1), version=1, progress=lambda *one: first.append(one))
         pusher.push(ToyTrainee(1), version=2, progress=lambda *one: second.append(one))

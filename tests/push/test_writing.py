@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
+from bytecheckpoint.inference.push import writing
 from bytecheckpoint.inference.push.layout import ChunkTarget, Write
 from bytecheckpoint.inference.push.quantizer import Quantizer
 from bytecheckpoint.inference.push.sources import StateSource
 from bytecheckpoint.inference.push.transports.base import OutgoingChunk, Transport, xxh3_digests
-from bytecheckpoint.inference.push.writing import SENT, ChunkFormat, write_all
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
 
@@ -47,11 +48,12 @@ def _written(waves: dict[tuple[int, int], int], run_bytes: int, count: int = 6) 
     log: list[tuple[str, list[int]]] = []
     sent: list[int] = []
     transports: dict[int, Transport] = {0: _Log("a", log), 1: _Log("b", log)}
-    form = ChunkFormat(torch.device("cpu"), xxh3_digests, finite=True, run_bytes=run_bytes)
     known = [(None, None)] * (2 * count)
-    result = write_all(writes, Quantizer(source, b""), transports, known, form, lambda: None, sent.append)
-    assert list(result.fates) == [SENT] * (2 * count)
-    assert result.digests == xxh3_digests([state[name].view(torch.uint8) for name in names])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(writing, "_RUN_BYTES", run_bytes)
+        writer = writing.Writer(transports, Quantizer(source, b""), on_device=False, finite=())
+        digests = writer.run(writes, known, lambda: None, sent.append)
+    assert digests == xxh3_digests([state[name].view(torch.uint8) for name in names])
     assert sum(sent) == 2 * count * SIZE
     return log
 

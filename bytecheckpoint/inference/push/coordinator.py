@@ -21,12 +21,11 @@ from .layout import Holding
 from .leases import resolve
 from .memory import DOUBLE, STREAMED, Mode
 from .messages import Table, first_cause
-from .plan import BoundPlan, Worker, merge_descriptions, plan_push
+from .plan import BoundPlan, Known, Worker, merge_descriptions, plan_push
 from .quantizer import holdings_of_blocks, plan_exchange
 from .report import PushReport, WorkerReport
 from .requests import TensorRequest, blocks_by_name, request_tensors
 from .transports.group import GroupAddress, GroupBackend, GroupRendezvous
-from .writing import SenderResult
 
 _SLOWEST_BYTES_S = 50e6  # no working worker loads slower; other checks detect a stalled one
 _CLEANUP_S, _LATE_S = 5.0, 0.5
@@ -207,11 +206,7 @@ class PushCoordinator:
 
     def assignments(self) -> list[bytes]:
         """Return the packed assignment of each sender."""
-        answers, bound = self._answers, self.bound
-        held = [
-            [*zip(*(answer[one] or [None] * len(layout.chunks) for one in ("known", "served")), strict=True)]
-            for answer, layout in zip(answers, bound.plan.layouts, strict=True)
-        ]
+        answers, bound, held = self._answers, self.bound, self._known
         common = {
             "arenas": [answer["arena"] for answer in answers],
             "tokens": [token for answer in answers for token in answer["tokens"]],
@@ -226,6 +221,14 @@ class PushCoordinator:
             packed.append(msgpack.packb({**common, "writes": in_message, "task": task, "known": known}))
         return packed
 
+    @property
+    def _known(self) -> list[list[Known]]:
+        """What each target knows of each of its chunks."""
+        return [
+            [*zip(*(answer[one] or [None] * len(layout.chunks) for one in ("known", "served")), strict=True)]
+            for answer, layout in zip(self._answers, self.bound.plan.layouts, strict=True)
+        ]
+
     def group_address(self, senders: Sequence[str]) -> GroupAddress:
         """Return the address of the group for this push. ``senders`` are the names of the groups that they are in."""
         assert self._rendezvous is not None
@@ -238,11 +241,10 @@ class PushCoordinator:
         members = {worker.receiver: number for number, worker in enumerate(workers, address.size - len(workers))}
         self._ask_all("join_group", {"address": address, "members": members}, budget)
 
-    def verify(self, outcomes: Sequence[SenderResult], version: int | str, budget: Budget) -> None:
-        """First phase of the commit: every worker verifies every chunk."""
-        digests, unchanged = self.bound.chunk_digests(outcomes)
+    def verify(self, digests: Sequence[Sequence[int]], version: int | str, budget: Budget) -> None:
+        """First phase of the commit: every worker verifies every chunk. ``digests`` are those of each sender."""
         receivers = [worker.receiver for worker in self.bound.workers]
-        by_worker = dict(zip(receivers, zip(digests, unchanged, strict=True), strict=True))
+        by_worker = dict(zip(receivers, self.bound.chunk_digests(digests), strict=True))
         self._ask_all("verify", {"version": version, "chunks": by_worker, "finite": self.finite}, budget)
 
     def apply(
@@ -302,8 +304,8 @@ class PushCoordinator:
             raise
         self._leave_out(failed)
 
-    def report(self, outcomes: Sequence[SenderResult], version: int | str, seconds: dict[str, float]) -> PushReport:
-        nbytes, written = self.bound.nbytes_by_fate(outcomes, is_broadcast=self._group is not None)
+    def report(self, digests: Sequence[Sequence[int]], version: int | str, seconds: dict[str, float]) -> PushReport:
+        nbytes, written = self.bound.nbytes_by_fate(digests, self._known, is_broadcast=self._group is not None)
         workers = [
             WorkerReport(self._engines[of.engine].name, of.number, of.host, sum(layout.sizes), *counted)
             for of, layout, counted in zip(self.bound.workers, self.bound.plan.layouts, nbytes, strict=True)

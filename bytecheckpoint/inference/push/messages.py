@@ -22,6 +22,7 @@ import zstandard
 from ... import errors
 from ...control.failure import faults_of, library_error, message_of, traceback_text_of
 from ...errors import BytecheckpointError, EngineError, FormatError, MismatchError
+from ...runtime.messages import listed
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from ...tensors.metadata import BasicMeta
@@ -96,18 +97,11 @@ class Table:
         return ((name, meta.shape, torch_dtype(meta)) for name, meta in self.rows)
 
 
-def list_faults(lines: Iterable[str], limit: int = 20) -> str:
-    """Return the first lines of a list of faults, indented, each after a line break."""
-    listed = list(lines)
-    more = [f"and {len(listed) - limit} more"] if len(listed) > limit else []
-    return "".join(f"\n  {line}" for line in listed[:limit] + more)
-
-
 def check_faults(text: str, faults: Faults, *, then: str = "", limit: int = 20) -> None:
     """Raise a ``MismatchError`` that lists the faults, if there are any, between ``text`` and ``then``."""
     if faults:
-        listed = list_faults((f"{name}: {detail}" for _, name, detail in faults), limit)
-        raise MismatchError(f"{text}:{listed}{then}", list(faults))
+        lines = listed([f"{name}: {detail}" for _, name, detail in faults], limit, "\n  ")
+        raise MismatchError(f"{text}:\n  {lines}{then}", list(faults))
 
 
 def pack_parts(parts: Sequence[TensorBox]) -> bytes:

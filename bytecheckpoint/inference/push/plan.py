@@ -16,15 +16,16 @@ import msgpack
 
 from ...errors import DisagreementError, PlanError
 from ...planners.extents import split_box
+from ...runtime.messages import listed
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ..layouts.parts import TensorBox
 from .block_quantization import Blocks
 from .layout import ChunkTarget, Holding, Layout, Waves, Write, choose_senders
-from .messages import Table, check_faults, list_faults
+from .messages import Table, check_faults
 from .quantizer import MaximaExchange, pack_task
 from .transports.group_transport import plan_receptions
-from .writing import SENT, UNCHANGED, SenderResult, pack_writes
+from .writing import SENT, fate_of, pack_writes
 
 CHUNK_BYTES = 4 << 20
 """The default size limit of a chunk: small enough to overlap and to name a damaged range, large enough to hash and send
@@ -170,7 +171,8 @@ class _Chunking:
 
     def raise_faults(self) -> None:
         if self._faults:
-            raise PlanError(f"no sender holds what the engines request:{list_faults(self._faults.values())}")
+            lines = listed([*self._faults.values()], 20, "\n  ")
+            raise PlanError(f"no sender holds what the engines request:\n  {lines}")
 
 
 class _Held:
@@ -197,6 +199,9 @@ class Worker:
     receiver: str
     host: str
 
+
+Known = tuple[int | None, int | None]
+"""The digests that a chunk has in a worker's arena and in what it serves."""
 
 Rings = tuple[tuple[int, int], ...]
 """The slots and slot bytes of each target's ring buffer; empty when targets have arenas."""
@@ -242,36 +247,33 @@ class BoundPlan:
         """The bytes that all senders write when no worker holds any of them yet."""
         return sum(write.nbytes_of_places for writes in self.writes for write in writes)
 
-    def chunk_digests(self, outcomes: Sequence[SenderResult]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the digest of every chunk of each target, and the chunks that a target copies from what it serves."""
+    def chunk_digests(self, sent: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the digest of every chunk of each target. ``sent`` are those of each sender's writes."""
         digests = [[0] * len(layout.chunks) for layout in self.plan.layouts]
-        unchanged: list[list[int]] = [[] for _ in digests]
-        for _, _, place, digest, fate in self._fates(outcomes):
+        for _, _, place, digest in self._placed(sent):
             digests[place.target][place.chunk] = digest
-            if fate == UNCHANGED:
-                unchanged[place.target].append(place.chunk)
-        return digests, unchanged
+        return digests
 
     def nbytes_by_fate(
-        self, outcomes: Sequence[SenderResult], *, is_broadcast: bool
+        self, sent: Sequence[Sequence[int]], known: Sequence[Sequence[Known]], *, is_broadcast: bool
     ) -> tuple[list[list[int]], list[int]]:
         """Return the bytes of each target by fate, and the bytes that left each sender; a broadcast chunk leaves it
-        once."""
+        once. ``known`` is what each target knew of its chunks."""
         counted = [[0, 0, 0] for _ in self.plan.layouts]
-        written = [0] * len(outcomes)
-        for sender, write, place, _, fate in self._fates(outcomes):
+        written = [0] * len(sent)
+        for sender, write, place, digest in self._placed(sent):
+            fate = fate_of(digest, *known[place.target][place.chunk])
             counted[place.target][fate] += write.nbytes
             if fate == SENT and not (is_broadcast and place != write.places[0]):
                 written[sender] += write.nbytes
         return counted, written
 
-    def _fates(self, outcomes: Sequence[SenderResult]) -> Iterator[tuple[int, Write, ChunkTarget, int, int]]:
-        """Yield the sender, write, place, digest and fate of each chunk of each target."""
-        for sender, (writes, outcome) in enumerate(zip(self.writes, outcomes, strict=True)):
-            fates = iter(outcome.fates)
-            for write, digest in zip(writes, outcome.digests, strict=True):
+    def _placed(self, sent: Sequence[Sequence[int]]) -> Iterator[tuple[int, Write, ChunkTarget, int]]:
+        """Yield the sender, write, place and digest of each chunk of each target."""
+        for sender, (writes, digests) in enumerate(zip(self.writes, sent, strict=True)):
+            for write, digest in zip(writes, digests, strict=True):
                 for place in write.places:
-                    yield sender, write, place, digest, next(fates)
+                    yield sender, write, place, digest
 
 
 def _places(layouts: Sequence[Layout], rings: Rings) -> list[list[ChunkTarget]]:

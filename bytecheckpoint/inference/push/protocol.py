@@ -26,7 +26,6 @@ from .transports.base import Transport, TransportBroken
 from .transports.group import Group, GroupAddress
 from .transports.group_transport import GroupTransport
 from .transports.tcp import TcpTransport
-from .writing import SenderResult
 
 T = TypeVar("T")
 
@@ -65,15 +64,15 @@ class Push:
             with self._stage("prepare"):
                 is_streamed = self._prepare()
             with self._stage("stream" if is_streamed else "write"):
-                outcomes = [SenderResult(*msgpack.unpackb(one)) for one in self._send(version, is_streamed=is_streamed)]
+                digests = [msgpack.unpackb(one)[1] for one in self._send(version, is_streamed=is_streamed)]
         if not is_streamed:
             budget = self._budget()
             with self._stage("verify"):
-                self._lead("push.verify", lambda leader: leader.verify(outcomes, version, budget))
+                self._lead("push.verify", lambda leader: leader.verify(digests, version, budget))
             with self._stage("apply"):
                 self._lead("push.apply", lambda leader: leader.apply(version, budget))
         report = self._share(
-            "push.report", lambda leader: leader.report(outcomes, version, self._timings.seconds).plain()
+            "push.report", lambda leader: leader.report(digests, version, self._timings.seconds).plain()
         )
         return PushReport.from_plain(report)
 
@@ -223,15 +222,18 @@ class Push:
     def _write(
         self, quantizer: Quantizer, transports: dict[int, Transport], connected: dict[int, TcpTransport]
     ) -> bytes:
-        """Return the packed outcome, or the packed failure of the stream, for rank 0."""
+        """Return for rank 0, packed: None and the digests of the chunks, or the failure of the stream."""
+        outcome: list[Any]
         try:
-            return self.sender.write(self._assignment, quantizer, transports, self.op.check, self.progress.add)
+            on_written = self.progress.add
+            outcome = [None, self.sender.write(self._assignment, quantizer, transports, self.op.check, on_written)]
         except TransportBroken as error:
             self.sender.group.leave()
             for ring in connected.values():
                 ring.interrupt()  # makes the workers that still wait notice
-            packed: bytes = msgpack.packb([error.is_late, str(error)])
-            return packed
+            outcome = [error.is_late, str(error)]
+        packed: bytes = msgpack.packb(outcome)
+        return packed
 
     def _quantizer(self) -> Quantizer:
         """Return a quantizer that has the maxima of this sender's blocks."""
@@ -297,5 +299,5 @@ class Push:
 def _first_broken(gathered: Sequence[bytes]) -> tuple[bool, str] | None:
     """Return the failure of a sender's stream, if there is one: whether it was late, and why. A late one comes first,
     because other workers fail only in consequence."""
-    found = [(is_late, text) for is_late, text in map(msgpack.unpackb, gathered) if isinstance(is_late, bool)]
+    found = [(is_late, text) for is_late, text in map(msgpack.unpackb, gathered) if is_late is not None]
     return max(found, key=lambda one: one[0], default=None)

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from .transports.group_transport import GroupMember
 from .transports.ring import GroupMemory, RingBuffer, RingMemory
 from .transports.shared_memory import SharedArena
 from .transports.tcp import ChunkServer
+from .writing import UNCHANGED, fate_of
 
 _MAX_RECORDS = 4  # of loads: two kinds of senders, each with and without quantization
 _CHANGES = frozenset({"describe", "prepare", "apply", "stream", "rollback"})  # requests that begin or apply a change
@@ -189,10 +191,16 @@ class Receiver:
         self._server = ChunkServer(version.chunks, message["deadline_s"])
         answer |= {"arena": version.arena.address, "endpoint": self._server.endpoint, "known": version.digests}
         self._known, version.digests = version.digests, []
-        served = self._versions.served
-        if served is not None and served.layout.digest == digest and served.arena is not None:
+        served = self._served_in(digest)
+        if served is not None:
             answer["served"] = served.digests
         return answer
+
+    def _served_in(self, layout: bytes) -> HeldVersion | None:
+        """Return the served version if its bytes are here, in this layout."""
+        served = self._versions.served
+        is_here = served is not None and served.arena is not None and served.layout.digest == layout
+        return served if is_here else None
 
     def _join_group(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Join a group and receive from it into the ring buffer."""
@@ -206,17 +214,16 @@ class Receiver:
         """First phase of the commit: check that the arena holds the version."""
         version = self._current("verify", message)
         self._stop_listening()
-        digests, unchanged = message["chunks"][self.id]
-        served = self._versions.served
+        digests = message["chunks"][self.id]
+        served = self._served_in(version.layout.digest)
+        unchanged: list[int] = []
         self._is_served = is_same = self._serves(version, digests)
-        if is_same:
-            assert served is not None
-            faults = served.faults(digests)
-        else:
-            for span in map(version.layout.span, unchanged):
-                assert served is not None
+        if served is not None:
+            known = zip(digests, self._known or repeat(None), served.digests, strict=False)
+            unchanged = [chunk for chunk, digest in enumerate(known) if fate_of(*digest) == UNCHANGED]
+            for span in map(version.layout.span, () if is_same else unchanged):
                 version.memory[span].copy_(served.memory[span])
-            faults = version.faults(digests)
+        faults = (served if served is not None and is_same else version).faults(digests)
         if faults:
             for chunk in faults if is_same else set(faults).intersection(unchanged):
                 assert served is not None
@@ -235,11 +242,10 @@ class Receiver:
 
     def _serves(self, version: HeldVersion, digests: list[int]) -> bool:
         """Return whether these chunks in the version's layout are what this worker serves."""
-        served = self._versions.served
+        served = self._served_in(version.layout.digest)
         return (
             served is not None
-            and served.arena is not None
-            and (served.table.digest, served.layout.digest) == (version.table.digest, version.layout.digest)
+            and served.table.digest == version.table.digest
             and served.digests == digests
             and not self._inconsistent_reason
             and not self._model.is_remote

@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import Any
 
 import msgpack
-import torch
 
 from ...control.connections import Endpoint
 from ...planners.extents import runs_of
@@ -18,17 +17,13 @@ from .block_quantization import QUANTIZED
 from .layout import Write
 from .quantizer import Quantizer
 from .sources import PushSource
-from .transports.base import Transport, word_digests, xxh3_digests
-from .transports.cuda_ipc import compute_device
+from .transports.base import Transport
 from .transports.group import Membership
 from .transports.shared_memory import ArenaAddress, SharedMemoryTransport, attach
 from .transports.tcp import TcpTransport
-from .writing import ChunkFormat, check_finite, unpack_writes, write_all
+from .writing import Writer, check_finite, unpack_writes
 
 _CHECKED_BYTES = 64 << 20  # fetched and checked at once
-# Made, hashed and delivered at once. In host memory, a chunk that the cache still holds is hashed and copied faster; a
-# device is waited for once.
-_RUN_BYTES, _DEVICE_RUN_BYTES = 4 << 20, 32 << 20
 
 
 @dataclass(frozen=True)
@@ -132,16 +127,13 @@ class Sender:
         transports: Mapping[int, Transport],
         check: Callable[[], None],
         on_written: Callable[[int], None],
-    ) -> bytes:
-        """Make the writes like ``write_all``, and return the packed outcome."""
-        finite = self.finite and not self._is_checked
-        form = ChunkFormat(torch.device("cpu"), xxh3_digests, finite, _RUN_BYTES, self._found_finite)
-        if assignment.on_device:
-            form = ChunkFormat(compute_device(), word_digests, finite, _DEVICE_RUN_BYTES, self._found_finite)
-        outcome = write_all(self.writes, quantizer, transports, assignment.known, form, check, on_written)
-        self._found_finite = outcome.digests if self.finite else []
-        packed: bytes = msgpack.packb(outcome)
-        return packed
+    ) -> list[int]:
+        """Make the writes like ``Writer.run``, and return the digests of the chunks."""
+        finite = self._found_finite if self.finite and not self._is_checked else None
+        writer = Writer(transports, quantizer, on_device=assignment.on_device, finite=finite)
+        digests = writer.run(self.writes, assignment.known, check, on_written)
+        self._found_finite = digests if self.finite else []
+        return digests
 
     def close(self) -> None:
         self.group.leave()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -21,15 +20,23 @@ from ...tensors.geometry import Box
 from ..layouts.parts import torch_dtype_of
 from .layout import ChunkTarget, Write
 from .quantizer import Quantizer
-from .transports.base import THREADS, Digests, OutgoingChunk, Transport
-from .transports.cuda_ipc import synchronize
+from .transports.base import THREADS, Digests, OutgoingChunk, Transport, word_digests, xxh3_digests
+from .transports.cuda_ipc import compute_device, synchronize
 
 _CHECK_S = 0.5
+# Made, hashed and delivered at once. In host memory, a chunk that the cache still holds is hashed and copied faster; a
+# device is waited for once.
+_RUN_BYTES, _DEVICE_RUN_BYTES = 4 << 20, 32 << 20
 _BATCH_BYTES = 64 << 20  # fetched at once; a checkpoint reads a batch in one request
 
 SENT, UNCHANGED, KEPT = range(3)
 """The fate of a chunk, in the order of ``WorkerReport``: sent; the worker copies it from the served version; the arena
 already holds it."""
+
+
+def fate_of(digest: int, in_arena: int | None, in_served: int | None) -> int:
+    """Return the fate of a chunk, given the digests that its place has in the arena and in the served version."""
+    return KEPT if in_arena == digest else UNCHANGED if in_served == digest else SENT
 
 
 class _Making(NamedTuple):
@@ -39,32 +46,6 @@ class _Making(NamedTuple):
     tensor: torch.Tensor
     known: Sequence[Sequence[Any]]
     finite: int | None
-
-
-class SenderResult(NamedTuple):
-    """What one sender did: the digests of its chunks, and the fate of each of their places."""
-
-    digests: list[int]
-    fates: bytes
-
-
-@dataclass(frozen=True)
-class ChunkFormat:
-    """How chunks are made.
-
-    Attributes:
-        device: The device on which they are made.
-        digests: Their digest function.
-        finite: Whether their values must be finite.
-        run_bytes: How many bytes are made at once.
-        found_finite: The digest with which each write's values are known to be finite.
-    """
-
-    device: torch.device
-    digests: Digests
-    finite: bool
-    run_bytes: int
-    found_finite: Sequence[int] = ()
 
 
 def pack_writes(writes: Sequence[Write]) -> bytes:
@@ -104,81 +85,87 @@ def _is_surely_finite(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.sum().isfinite()  # finite only if all values are; the sum of finite ones may overflow, though
 
 
-def write_all(
-    writes: Sequence[Write],
-    quantizer: Quantizer,
-    transports: Mapping[int, Transport],
-    known: Sequence[Sequence[Any]],
-    chunk_format: ChunkFormat,
-    check: Callable[[], None],
-    on_written: Callable[[int], None],
-) -> SenderResult:
-    """Make a sender's writes, and finish all transports.
+class Writer:
+    """Makes a sender's writes: in runs, one at a time in each thread.
 
     Args:
-        writes: The writes, in order.
-        quantizer: Fetches their elements, and quantizes those that engines request quantized.
         transports: The transport to each target.
-        known: For each place, the digests that the arena and the served version have there (None where unknown).
-        chunk_format: Where and how chunks are made.
-        check: Called now and then; raises when the push is over.
-        on_written: Called with the bytes of finished writes.
+        quantizer: Fetches elements, and quantizes those that engines request quantized.
+        on_device: Whether chunks are made and hashed on the device that the transports write from.
+        finite: The digest with which each write's values are known to be finite, as far as known; others are checked.
+            None for no checks.
     """
-    digests: list[int] = []
-    fates = bytearray()
-    sizes = [write.room for write in writes]
-    longest = min(sum(sizes), max(chunk_format.run_bytes, *sizes)) if sizes else 0
-    writer = _Writer(transports, longest, quantizer, chunk_format)
-    at, finite = 0, iter(chunk_format.found_finite)
-    with Threads(THREADS, thread_name_prefix="bcp-push-write") as threads:
-        for batch in runs_of(writes, attrgetter("room"), max(_BATCH_BYTES, THREADS * chunk_format.run_bytes)):
-            check()
-            tensors = quantizer.fetch(batch)
-            synchronize(tensors)  # the threads below use other streams than this one may
-            making = []
-            for write, tensor in zip(batch, tensors, strict=True):
-                making.append(_Making(write, tensor, known[at : at + len(write.places)], next(finite, None)))
-                at += len(write.places)
-            runs = list(runs_of(making, attrgetter("write.room"), chunk_format.run_bytes))
-            writing = [threads.submit(writer.write, run) for run in runs]
-            left = dict(zip(writing, runs, strict=True))
-            try:
-                while left:
-                    # A write may wait for room that an engine makes only when all senders write.
-                    done = wait(left, _CHECK_S, FIRST_COMPLETED).done
-                    if not done:
-                        check()
-                    for one in done:
-                        one.result()
-                        on_written(sum(made.write.nbytes_of_places for made in left.pop(one)))
-            except BaseException:
-                for transport in transports.values():
-                    transport.interrupt()  # other threads may be waiting
-                raise
-            for one in writing:
-                found, kinds = one.result()
-                digests += found
-                fates += kinds
-    for transport in dict.fromkeys(transports.values()):
-        transport.finish()
-    return SenderResult(digests, bytes(fates))
-
-
-class _Writer:
-    """Makes and delivers one run at a time in each thread."""
 
     def __init__(
-        self, transports: Mapping[int, Transport], longest: int, quantizer: Quantizer, chunk_format: ChunkFormat
+        self,
+        transports: Mapping[int, Transport],
+        quantizer: Quantizer,
+        *,
+        on_device: bool,
+        finite: Sequence[int] | None,
     ) -> None:
-        self._transports, self._quantizer, self._format = transports, quantizer, chunk_format
-        self._scratch_bytes = max(longest, 1)
+        self._transports, self._quantizer, self._finite = transports, quantizer, finite
+        self._device = compute_device() if on_device else torch.device("cpu")
+        self._digests: Digests = word_digests if on_device else xxh3_digests
+        self._run_bytes = _DEVICE_RUN_BYTES if on_device else _RUN_BYTES
+        self._scratch_bytes = 1
         self._local = threading.local()
 
-    def write(self, run: Sequence[_Making]) -> tuple[list[int], bytes]:
-        """Make, check and deliver a run; return its digests and fates."""
+    def run(
+        self,
+        writes: Sequence[Write],
+        known: Sequence[Sequence[Any]],
+        check: Callable[[], None],
+        on_written: Callable[[int], None],
+    ) -> list[int]:
+        """Make the writes in order, and finish all transports. Returns the digests of the chunks.
+
+        Args:
+            writes: The writes.
+            known: For each place, the digests that the arena and the served version have there (None where unknown).
+            check: Called now and then; raises when the push is over.
+            on_written: Called with the bytes of finished writes.
+        """
+        digests: list[int] = []
+        sizes = [write.room for write in writes]
+        self._scratch_bytes = min(sum(sizes), max(self._run_bytes, *sizes)) if sizes else 1
+        at, finite = 0, iter(self._finite or ())
+        with Threads(THREADS, thread_name_prefix="bcp-push-write") as threads:
+            for batch in runs_of(writes, attrgetter("room"), max(_BATCH_BYTES, THREADS * self._run_bytes)):
+                check()
+                tensors = self._quantizer.fetch(batch)
+                synchronize(tensors)  # the threads below use other streams than this one may
+                making = []
+                for write, tensor in zip(batch, tensors, strict=True):
+                    making.append(_Making(write, tensor, known[at : at + len(write.places)], next(finite, None)))
+                    at += len(write.places)
+                runs = list(runs_of(making, attrgetter("write.room"), self._run_bytes))
+                writing = [threads.submit(self._write, run) for run in runs]
+                left = dict(zip(writing, runs, strict=True))
+                try:
+                    while left:
+                        # A write may wait for room that an engine makes only when all senders write.
+                        done = wait(left, _CHECK_S, FIRST_COMPLETED).done
+                        if not done:
+                            check()
+                        for one in done:
+                            one.result()
+                            on_written(sum(made.write.nbytes_of_places for made in left.pop(one)))
+                except BaseException:
+                    for transport in self._transports.values():
+                        transport.interrupt()  # other threads may be waiting
+                    raise
+                for one in writing:
+                    digests += one.result()
+        for transport in dict.fromkeys(self._transports.values()):
+            transport.finish()
+        return digests
+
+    def _write(self, run: Sequence[_Making]) -> list[int]:
+        """Make, check and deliver a run; return its digests."""
         made = self._make(run)
-        digests = self._format.digests(made)
-        if self._format.finite:
+        digests = self._digests(made)
+        if self._finite is not None:
             check_finite(
                 [
                     # Where values stay as they are, the device that holds them checks them.
@@ -188,17 +175,11 @@ class _Writer:
                     for dtype in [torch_dtype_of(write.dtype)]
                 ]
             )
-        fates = bytearray()
         ready: dict[Transport, list[OutgoingChunk]] = {}
         for (write, _, known, _), data, digest in zip(run, made, digests, strict=True):
             places: dict[Transport, list[ChunkTarget]] = {}
-            for place, (in_arena, in_served) in zip(write.places, known, strict=True):
-                if in_arena == digest:
-                    fates.append(KEPT)
-                elif in_served == digest:
-                    fates.append(UNCHANGED)
-                else:
-                    fates.append(SENT)
+            for place, known_there in zip(write.places, known, strict=True):
+                if fate_of(digest, *known_there) == SENT:
                     places.setdefault(self._transports[place.target], []).append(place)
             for transport, of_transport in places.items():
                 chunk = OutgoingChunk(of_transport, data, digest)
@@ -208,13 +189,13 @@ class _Writer:
                     _deliver(ready)  # workers may need what is before this chunk in order to make room
                     transport.write([chunk])
         _deliver(ready)
-        return digests, bytes(fates)
+        return digests
 
     def _make(self, run: Sequence[_Making]) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
         used = 0
         for write, tensor, *_ in run:
-            data = self._quantizer.unchanged_bytes(tensor, write, self._format.device)
+            data = self._quantizer.unchanged_bytes(tensor, write, self._device)
             if data is None:
                 data = self._scratch(tensor)[used : used + write.nbytes]
                 used += write.room
@@ -226,11 +207,11 @@ class _Writer:
         """Return this thread's memory for a run with ``tensor``. A device copies into host memory that is registered
         with CUDA."""
         if not hasattr(self._local, "scratch"):
-            if self._format.device.type == "cpu":
+            if self._device.type == "cpu":
                 self._local.block = Block(page_round(self._scratch_bytes))
                 self._local.scratch = self._local.block.tensor
             else:
-                self._local.scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._format.device)
+                self._local.scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
         found: torch.Tensor = self._local.scratch
         if tensor.is_cuda and not found.is_cuda:
             self._local.block.pinning.try_pin(tensor.device)
