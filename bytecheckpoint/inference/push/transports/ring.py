@@ -24,7 +24,6 @@ from .shared_memory import SharedArena
 from .tcp import ChunkServer
 
 _ABSENT, _ARRIVING, _ARRIVED = range(3)  # states of a chunk
-_UNKNOWN_USES = 1 << 62  # for chunks that the loader computes with
 
 
 class GroupMemory:
@@ -64,8 +63,6 @@ class RingBuffer(ChunkStore):
     ) -> None:
         self._waves, self._deadline_s, self._compute_digests = waves, deadline_s, digests
         self._uses_left = _expected_uses(waves, copies)
-        # The number of reads of a vector is unknown: vLLM copies biases again while it counts elements.
-        self._is_vector = [len(waves.layout.parts[part].shape) <= 1 for part, _ in waves.layout.chunks]
         count = len(waves.layout.chunks)
         self._state = bytearray(count)
         self._missing = [len(waves.chunks(wave)) for wave in range(waves.count)]
@@ -101,10 +98,12 @@ class RingBuffer(ChunkStore):
 
     def release(self, chunk: int) -> None:
         with self._changed:
-            self._uses_left[chunk] -= 1
-            if not self._uses_left[chunk] and not self._is_vector[chunk]:
-                self._aside.pop(chunk, None)
-                self._free_complete_waves()
+            uses = self._uses_left[chunk]
+            if uses is not None:
+                self._uses_left[chunk] = uses - 1
+                if uses == 1:
+                    self._aside.pop(chunk, None)
+                    self._free_complete_waves()
 
     def drain(self) -> None:
         """Receive and discard the chunks that the loader did not read, so that senders can finish."""
@@ -198,26 +197,28 @@ class RingBuffer(ChunkStore):
 
     def _free_complete_waves(self) -> None:
         while self._taken < self._waves.count and not self._missing[self._taken]:
-            chunks = self._waves.chunks(self._taken)
-            if any(self._uses_left[chunk] > 0 and not self._is_vector[chunk] for chunk in chunks):
+            if any((self._uses_left[chunk] or 0) > 0 for chunk in self._waves.chunks(self._taken)):
                 return
             self._free_wave()
 
     def _free_wave(self) -> None:
         for chunk in self._waves.chunks(self._taken):
-            if self._is_vector[chunk] or self._uses_left[chunk] > 0:
+            uses = self._uses_left[chunk]
+            if uses is None or uses > 0:
                 self._aside[chunk] = self._slot(chunk).clone()
-                if not self._is_vector[chunk]:
-                    self.set_aside += self._aside[chunk].numel()
+                self.set_aside += 0 if uses is None else self._aside[chunk].numel()
         synchronize([self._memory.memory])  # copies out of the slot may still be queued on the device
         self._taken += 1
         self._changed.notify_all()
         self._server.report_taken(self._taken)
 
 
-def _expected_uses(waves: Waves, copies: Sequence[tuple[int, Box]]) -> list[int]:
+def _expected_uses(waves: Waves, copies: Sequence[tuple[int, Box]]) -> list[int | None]:
+    """Return how often the loader reads each chunk. None where that is unknown: of what it computes with, and of
+    vectors, since vLLM copies biases again while it counts elements. A copy of those is kept until the end."""
     uses = [0] * len(waves.layout.chunks)
     for part, box in copies:
         for chunk, _, _ in waves.layout.overlaps(part, box):
             uses[chunk] += 1
-    return [count or _UNKNOWN_USES for count in uses]
+    is_vector = [len(waves.layout.parts[part].shape) <= 1 for part, _ in waves.layout.chunks]
+    return [count if count and not vector else None for count, vector in zip(uses, is_vector, strict=True)]
