@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,14 +11,11 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..control.base import Operation
 from ..loading.shared_reads.negotiation import ShareReads
 from ..loading.shared_reads.run import read_together
-from ..planners.extents import runs_of
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
 from .layouts.parts import StridedView, box_to_read
 from .layouts.recording import Copy, Recorder
-
-_SCRATCH_BYTES = 256 << 20  # in use at a time for reads that cannot go directly to a parameter
 
 _Part = tuple[int, Box, torch.Tensor]
 
@@ -99,8 +96,8 @@ class StoredWeights:
                 direct.append(part)
         received = read_together(op, self._checkpoint, direct, share_reads=share_reads)
         with op.phase("read"):
-            for batch in runs_of(others, self._scratch_bytes, _SCRATCH_BYTES):
-                self._read_and_copy(batch)
+            for copy in others:
+                self._copy_now(copy)
         return DeliveryReport(
             requested,
             sum(out.nbytes for _, _, out in direct),
@@ -128,35 +125,15 @@ class StoredWeights:
 
     def _copy_now(self, copy: Copy) -> None:
         if not copy.target.is_meta:  # else the engine only counts elements
-            self._read_and_copy([copy])
-
-    def _read_and_copy(self, copies: Sequence[Copy]) -> None:
-        parts: list[_Part] = []
-        views: list[torch.Tensor] = []
-        for copy in copies:
-            part, view = self._scratch_read(copy.name, copy.view)
-            parts.append(part)
-            views.append(view)
-        self._checkpoint.read(parts)
-        with torch.no_grad():
-            for copy, view in zip(copies, views, strict=True):
-                copy.target.copy_(view)
+            with torch.no_grad():
+                copy.target.copy_(self._read_view(copy.name, copy.view))
 
     def _read_view(self, name: str, view: StridedView) -> torch.Tensor:
-        part, values = self._scratch_read(name, view)
-        self._checkpoint.read([part])
-        return values
-
-    def _scratch_read(self, name: str, view: StridedView) -> tuple[_Part, torch.Tensor]:
-        """A read into newly allocated memory, and the requested view of that memory."""
         row, shape, dtype = self._stored(name)
         found = box_to_read(shape, view)
         part = torch.empty(found.box.lengths, dtype=dtype)
-        return (row, found.box, part), found.apply(part, view)
-
-    def _scratch_bytes(self, copy: Copy) -> int:
-        _, shape, dtype = self._stored(copy.name)
-        return box_to_read(shape, copy.view).box.numel * dtype.itemsize
+        self._checkpoint.read([(row, found.box, part)])
+        return found.apply(part, view)
 
     def _stored(self, name: str) -> tuple[int, tuple[int, ...], torch.dtype]:
         """The manifest row, shape and dtype of a stored tensor."""
