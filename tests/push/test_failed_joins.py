@@ -281,7 +281,7 @@ def test_another_join_of_the_same_engine(holder: ToyEngine, engine: ToyEngine) -
         until(lambda: holder.look()["waiting"][0] == 2, "both have begun")
         for worker in range(2):
             holder.fault(worker, "go on")
-        with pytest.raises(EngineError, match=r"this push is over: another one began|connection to the worker .* broke"):
+        with pytest.raises(EngineError, match=r"this push is over: another one|connection to the worker .* broke"):
             first.result()
     second.result()
     _assert_serves(engine, 1)

@@ -68,7 +68,7 @@ class MemoryPolicy:
 def free_memory() -> int:
     """Return the bytes that this process can still allocate: the host's available memory, or what the limit of its
     control group (a container) leaves."""
-    free = _available()
+    free = 1024 * _field("/proc/meminfo", "MemAvailable:")
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -76,25 +76,17 @@ def free_memory() -> int:
         allowed, taken = _number(limit), _number(used)
         if allowed is not None and taken is not None:
             # The used memory includes the page cache, which the kernel reclaims.
-            free = min(free, max(allowed - taken, 0) + _reclaimable(Path(used).parent))
+            free = min(free, max(allowed - taken, 0) + _field(f"{Path(used).parent}/memory.stat", "inactive_file"))
     return free
 
 
-def _available() -> int:
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _reclaimable(group: Path) -> int:
+def _field(path: str, name: str) -> int:
+    """Return the number after a name in a file of the kernel; 0 if it has none."""
     try:
-        lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+        lines = Path(path).read_text(encoding="ascii").splitlines()
     except OSError:
         return 0
-    values = dict(line.split() for line in lines if len(line.split()) == 2)
-    return int(values.get("inactive_file", 0))
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
 
 
 def _number(path: str) -> int | None:

@@ -250,22 +250,22 @@ class Push:
         return quantizer
 
     def _open_transports(self, stack: ExitStack) -> tuple[dict[int, Transport], dict[int, TcpTransport]]:
-        """Open a transport to every target of this sender: shared memory, or TCP to a ring buffer or to an arena that
-        cannot be mapped. Returns all of them, and those of TCP.
+        """Open a transport to every target of this sender. Returns all of them, and those of TCP.
 
         With a group, chunks do not use them: rank 0 connects to all workers, and both ends notice each other's failure.
         """
         targets: Sequence[int] = self.sender.targets
         if self._assignment.is_group:
             targets = range(len(self._assignment.rings)) if self.coordinator else ()
+        transports: dict[int, Transport] = {}
         connected: dict[int, TcpTransport] = {}
         with self.op.phase("push.transports"):
-            mapped = self.sender.shared_memory(self._assignment)
-            for target in targets:
-                if target not in mapped:
-                    connected[target] = self.sender.connect(self._assignment, target)
-                    stack.callback(connected[target].close)
-        return {**mapped, **connected}, connected
+            for target, transport in self.sender.open(self._assignment, targets):
+                transports[target] = transport
+                if isinstance(transport, TcpTransport):
+                    connected[target] = transport
+                    stack.callback(transport.close)
+        return transports, connected
 
     def _join_group(self) -> Group:
         op, sender, coordinator = self.op, self.sender, self.coordinator

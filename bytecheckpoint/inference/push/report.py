@@ -7,12 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-STAGES = ("describe", "plan", "prepare", "write", "verify", "apply", "stream")
-"""The stages of a push, in order. ``stream`` replaces ``write``, ``verify`` and ``apply`` when weights are streamed."""
-
 Progress = Callable[[str, int, int], None]
-"""Called with a stage of ``STAGES``, the bytes written in it, and their expected total; both are 0 in a stage that
-writes nothing."""
+"""Called with a stage of ``PushReport.seconds``, the bytes written in it, and their expected total; both are 0 in a
+stage that writes nothing."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,13 +31,9 @@ class ProgressReporter:
         self._report()
 
     def add(self, nbytes: int) -> None:
-        self.reach(self._done + nbytes)
-
-    def reach(self, done: int) -> None:
-        """Set the bytes that this stage has written so far."""
-        if done != self._done:
-            self._done = done
-            self._report()
+        """Count bytes that were written."""
+        self._done += nbytes
+        self._report()
 
     def _report(self) -> None:
         if self._progress is None:
@@ -81,7 +74,8 @@ class PushReport:
 
     Attributes:
         version: The version that the engines serve now.
-        seconds: Seconds by stage (``describe``, ``plan``, ``prepare``, ``write``, ``verify``, ``apply``, ``stream``).
+        seconds: Seconds by stage: ``describe``, ``plan``, ``prepare``, ``write``, ``verify``, ``apply``; where weights
+            are streamed, ``stream`` in place of the last three.
         workers: A report for each worker of all engines.
         written: Bytes that left each rank.
         engine_bytes: Bytes of all tensors of the senders, which a broadcast of the model would send to each
@@ -119,12 +113,3 @@ class PushReport:
         """
         workers = [WorkerReport(**worker) for worker in values["workers"]]
         return cls(**{**values, "workers": workers})
-
-    def __str__(self) -> str:
-        lines = [f"version {self.version!r} in {self.total_s:.3f} s, {self.mode}"]
-        lines += [f"  {stage:<9}{self.seconds[stage]:9.3f} s" for stage in STAGES if stage in self.seconds]
-        lines.append(f"  {'worker':<9}{'requested':>16}{'sent':>16}{'unchanged':>16}{'kept':>16}")
-        for one in self.workers:
-            lines.append(f"  {one.worker:<9}{one.requested:>16,}{one.sent:>16,}{one.unchanged:>16,}{one.kept:>16,}")
-        lines += [f"  left out: {text}" for text in self.failed.values()]
-        return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -71,26 +71,23 @@ class Sender:
         plain["arenas"] = [address and ArenaAddress(*address) for address in plain["arenas"]]
         return PushAssignment(**plain)
 
-    def shared_memory(self, assignment: PushAssignment) -> dict[int, Transport]:
-        """Return transports to the targets whose arenas this process can map.
+    def open(self, assignment: PushAssignment, targets: Iterable[int]) -> Iterator[tuple[int, Transport]]:
+        """Yield a transport to each target: into an arena that this process can map, or by TCP to a ring buffer or to
+        another arena. Raises ``EngineError``.
 
         Mappings are kept for as long as the worker keeps the arena: the first write to each page of a new mapping costs
         as much as the copy itself.
         """
-        if self.tcp_only or assignment.rings:
-            return {}
-        for token in [token for token in self._mapped if token not in assignment.tokens]:
+        for token in self._mapped.keys() - set(assignment.tokens):
             self._mapped.pop(token).close()
-        found: dict[int, Transport] = {}
-        for target in self.targets:
+        for target in targets:
             address = assignment.arenas[target]
-            assert address is not None
-            memory = None if address.token in self._mapped else attach(address)
-            if memory is not None:
-                self._mapped[address.token] = SharedMemoryTransport(memory)
-            if address.token in self._mapped:
-                found[target] = self._mapped[address.token]
-        return found
+            mapped = None
+            if address is not None and not self.tcp_only and not assignment.rings:
+                if address.token not in self._mapped and (memory := attach(address)) is not None:
+                    self._mapped[address.token] = SharedMemoryTransport(memory)
+                mapped = self._mapped.get(address.token)
+            yield target, mapped or self._connect(assignment, target)
 
     def check_before_stream(self, source: PushSource) -> None:
         """Check the values, as they will be sent, before an engine loads the first of them."""
@@ -110,8 +107,7 @@ class Sender:
             check_finite(checked)
         self._is_checked = True
 
-    def connect(self, assignment: PushAssignment, target: int) -> TcpTransport:
-        """Connect to the ring buffer or the arena of a target. Raises ``EngineError``."""
+    def _connect(self, assignment: PushAssignment, target: int) -> TcpTransport:
         return TcpTransport(
             Endpoint(*assignment.endpoints[target]),
             self.deadline_s,

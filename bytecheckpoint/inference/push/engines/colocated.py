@@ -5,7 +5,6 @@ Rank 0 sends requests through the job's control plane; the other ranks serve the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -36,13 +35,13 @@ class ColocatedEngines(Engine):
         return [text for texts in self._on_all("call", request, timeout_s) for text in texts]
 
     def note_pause(self, timeout_s: float, *, left_paused: bool) -> None:
-        self._on_all("note_pause", timeout_s, left_paused)  # each engine keeps its own answer
+        self._on_all("note_pause", timeout_s, left_paused=left_paused)  # each engine keeps its own answer
 
     def pause(self, timeout_s: float) -> None:
         self._on_all("pause", timeout_s)
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        self._on_all("resume", version, timeout_s, changed)
+        self._on_all("resume", version, timeout_s, changed=changed)
 
     def serve(self) -> None:
         """On other ranks than 0, do what rank 0 requests of this rank's engine, until its ``dismiss``."""
@@ -55,10 +54,10 @@ class ColocatedEngines(Engine):
         assert self.op is not None
         self.op.broadcast(_PHASE, b"")
 
-    def _on_all(self, *request: Any) -> list[Any]:
-        """Return what all ranks' engines answer. Raises the first failure, after all have answered."""
+    def _on_all(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
+        """Return what this method of all ranks' engines returns. Raises the first failure, after all have answered."""
         assert self.op is not None
-        packed = msgpack.packb(request)
+        packed = msgpack.packb([method, arguments, options])
         self.op.broadcast(_PHASE, packed)
         answers = [msgpack.unpackb(one) for one in self.op.gather(_PHASE, self._answer(packed)) or ()]
         for rank, (_, failure) in enumerate(answers):
@@ -67,15 +66,9 @@ class ColocatedEngines(Engine):
         return [found for found, _ in answers]
 
     def _answer(self, packed: bytes) -> bytes:
-        kind, *arguments = msgpack.unpackb(packed)
-        do: dict[str, Callable[..., Any]] = {
-            "call": self._own.call,
-            "note_pause": lambda timeout_s, left_paused: self._own.note_pause(timeout_s, left_paused=left_paused),
-            "pause": self._own.pause,
-            "resume": lambda version, timeout_s, changed: self._own.resume(version, timeout_s, changed=changed),
-        }
+        method, arguments, options = msgpack.unpackb(packed)
         try:
-            answer: Any = [do[kind](*arguments), None]
+            answer: Any = [getattr(self._own, method)(*arguments, **options), None]
         except BytecheckpointError as error:
             answer = [None, vars(FailureResponse.of(error, serving=""))]
         answered: bytes = msgpack.packb(answer)
