@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any, TypeVar
 
@@ -66,7 +66,8 @@ class PushCoordinator:
         self._group, self._rendezvous = group, None if group is None else GroupRendezvous(group, deadline_s)
         self._transaction = ""
         self._known_layouts: dict[str, bytes] = {}  # their digests, by receiver
-        self._answers: list[dict[str, Any]] = []
+        self._answers: list[dict[str, Any]] = []  # of all workers
+        self._by_engine: list[list[dict[str, Any]]] = []
         self.mode: Mode = DOUBLE
         self.finite = True  # whether senders check values
         self.bound: BoundPlan
@@ -164,7 +165,7 @@ class PushCoordinator:
 
     def _prepare(self, budget: Budget) -> bool:
         """Return False when a worker does not know what it requested, or its layout."""
-        self._transaction, self._answers = secrets.token_hex(16), []
+        self._transaction, self._answers, self._by_engine = secrets.token_hex(16), [], []
         workers, layouts = self.bound.workers, self.bound.plan.layouts
         hosts = Counter(worker.host for worker in workers)
         digests = {worker.receiver: layout.digest for worker, layout in zip(workers, layouts, strict=True)}
@@ -182,13 +183,14 @@ class PushCoordinator:
             "deadline_s": self.deadline_s,
         }
         while True:
-            answers = self._ask_all("prepare", message, budget)
+            by_engine = self._ask_all("prepare", message, budget)
+            answers = [answer for of_engine in by_engine for answer in of_engine]
             is_same = [answer["receiver"] for answer in answers] == list(digests)
             if not is_same or any(answer.get("unknown") for answer in answers):
                 self._requests.clear()
                 return False
-            for worker, answer in zip(workers, answers, strict=True):
-                check_awake(self._engines[worker.engine], [answer])
+            for engine, of_engine in zip(self._engines, by_engine, strict=True):
+                check_awake(engine, of_engine)
             modes = {answer["mode"] for answer in answers}
             if len(modes) == 1:
                 break
@@ -199,7 +201,7 @@ class PushCoordinator:
                 "their ranks send it; nothing was changed. Raise memory_bytes of Pusher, or use engines outside of the "
                 "ranks"
             )
-        self._answers, self._known_layouts, (self.mode,) = answers, digests, modes
+        self._by_engine, self._answers, self._known_layouts, (self.mode,) = by_engine, answers, digests, modes
         rings = (tuple(answer["ring"]) for answer in answers if "ring" in answer)
         self.bound.place(tuple(rings))
         return True
@@ -259,27 +261,30 @@ class PushCoordinator:
         The engines resume when all of them have loaded the version. When one engine fails, the others are reverted,
         unless the push ``is_abandoned``.
         """
-        message = {"transaction": self._transaction, "version": version, "finite": self.finite}
-        first = {worker.engine: worker.receiver for worker in reversed(self.bound.workers)}  # of each engine
-        left = {
-            worker.engine
-            for worker, answer in zip(self.bound.workers, self._answers, strict=True)
-            if answer["left_paused"]
-        }
-        commits = [
-            EngineCommit(engine, message, first[number], number in left, is_abandoned)
-            for number, engine in enumerate(self._engines)
-        ]
-        self._commit(commits, request, budget, is_abandoned)
+        message = {"version": version, "finite": self.finite}
+        self._commit(request, self._engines, self._by_engine, message, budget, is_abandoned)
 
     def _commit(
         self,
-        commits: Sequence[EngineCommit],
         request: str,
+        engines: Sequence[Engine],
+        answers: Sequence[Sequence[Mapping[str, Any]]],
+        message: Mapping[str, Any],
         budget: Budget,
         is_abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Load on all engines, and resume them together. Reverts all when too few have loaded."""
+        """Load on all engines, and resume them together. Reverts all when too few have loaded. ``answers`` are the last
+        ones of each engine's workers, which name the transaction."""
+        commits = [
+            EngineCommit(
+                engine,
+                {**message, "transaction": of_engine[0]["transaction"]},
+                of_engine[0]["receiver"],
+                any(answer["left_paused"] for answer in of_engine),
+                is_abandoned,
+            )
+            for engine, of_engine in zip(engines, answers, strict=True)
+        ]
         failed: list[BytecheckpointError] = []  # in the order of time: later ones may be consequences
 
         def note(commit: EngineCommit, error: BytecheckpointError | None) -> None:
@@ -354,16 +359,7 @@ class PushCoordinator:
         for engine, of_engine in zip(self._plain, states, strict=True):
             check_awake(engine, of_engine)
         version: int | str = found[0][0]
-        commits = [
-            EngineCommit(
-                engine,
-                {"transaction": of_engine[0]["transaction"], "version": version},
-                of_engine[0]["receiver"],
-                any(answer["left_paused"] for answer in of_engine),
-            )
-            for engine, of_engine in zip(self._plain, states, strict=True)
-        ]
-        self._commit(commits, "rollback", budget)
+        self._commit("rollback", self._plain, states, {"version": version}, budget)
         return version
 
     def resume(self, budget: Budget) -> list[int | str | None]:
@@ -376,11 +372,10 @@ class PushCoordinator:
         for engine in self._given:
             engine.close()
 
-    def _ask_all(self, kind: str, message: dict[str, Any], budget: Budget) -> list[dict[str, Any]]:
-        """Send a request of this transaction to all engines, and return the answers of all workers."""
+    def _ask_all(self, kind: str, message: dict[str, Any], budget: Budget) -> list[list[dict[str, Any]]]:
+        """Send a request of this transaction to all engines, and return the answers by engine and worker."""
         full = {"transaction": self._transaction, **message}
-        answers = self._on_engines(lambda engine: ask(engine, kind, full, budget.left))
-        return [answer for of_engine in answers for answer in of_engine]
+        return self._on_engines(lambda engine: ask(engine, kind, full, budget.left))
 
     def _on_engines(self, function: Callable[[Engine], T], engines: Sequence[Engine] | None = None) -> list[T]:
         def call(engine: Engine) -> T:
