@@ -42,7 +42,6 @@ class PushCoordinator:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
         *,
         chunk_bytes: int,
         memory_bytes: int | None,
@@ -51,8 +50,9 @@ class PushCoordinator:
         group: GroupBackend | None = None,
         cuda_ipc: bool = False,
     ) -> None:
-        self._given, self._chunk_bytes = list(engines), chunk_bytes
-        self._engines = self._given  # of the current push
+        self._given: list[Engine] = []
+        self._engines: list[Engine] = []  # of the current push
+        self._chunk_bytes = chunk_bytes
         self._quorum = quorum
         self._failed: dict[str, str] = {}  # engines that the quorum allows to leave out, and why
         self._memory_bytes, self.deadline_s = memory_bytes, deadline_s

@@ -87,11 +87,9 @@ class Pusher:
                 raise UsageError("a group receives into its own memory; use group or cuda_ipc, not both")
         if quorum is not None and quorum < 1:
             raise UsageError(f"quorum is a number of engines, not {quorum}")
-        engines = [engines] if isinstance(engines, Engine) else list(engines or ())
         self._deadline_s, self._communicator = deadline_s, communicator
         # Rank 0's wait for an engine ends before the other ranks' wait for rank 0, so that all raise the same cause.
         self._coordinator = PushCoordinator(
-            engines,
             chunk_bytes=chunk_bytes,
             memory_bytes=memory_bytes,
             deadline_s=ENGINE_SHARE * deadline_s,
@@ -99,7 +97,7 @@ class Pusher:
             group=group,
             cuda_ipc=cuda_ipc,
         )
-        self._note(engines)
+        self.set_engines([engines] if isinstance(engines, Engine) else list(engines or ()))
         self._uses_devices = group is not None or cuda_ipc
         self._sender = Sender(ENGINE_SHARE * deadline_s, tcp_only=tcp_only)
         self._version: int | str | None = None
@@ -111,9 +109,6 @@ class Pusher:
             engines: All engines, also those that stay. The ones that are left out are not closed.
         """
         self._coordinator.set_engines(engines)
-        self._note(engines)
-
-    def _note(self, engines: Sequence[Engine]) -> None:
         self._engines = [engine.identity for engine in engines]
         is_own = len(engines) == 1 and engines[0].address is None
         self._own = ColocatedEngines(engines[0]) if is_own else None

@@ -13,13 +13,11 @@ from torch import nn
 
 from ....checkpoint.location import AnyLocation, Location
 from ....errors import FormatError, KeyNotFoundError, StateError, UsageError
-from ....frameworks.module_tree import has_fsdp1
+from ....format.hf_index import ADAPTER_CONFIG_KEY
+from ....frameworks.module_tree import clean_name, has_fsdp1
 from .base import Engine, TargetEngine
 
-CONFIG_NAME = "adapter_config.json"
-
 _MAX_CONFIG_BYTES = 1 << 20
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 _TENSOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_\w+)(?:\.(?P<rest>.+))?")
 
 
@@ -64,7 +62,7 @@ def adapter_state(model: nn.Module, adapter: str = "default") -> dict[str, torch
     found: dict[str, torch.Tensor] = {}
     others: set[str] = set()
     for wrapped, parameter in model.named_parameters():
-        name = _WRAPPERS.sub("", wrapped)
+        name = clean_name(wrapped)
         if f".modules_to_save.{adapter}." in name:
             raise StateError(
                 f"{name}: adapter {adapter!r} has complete modules (modules_to_save), which cannot be pushed"
@@ -99,9 +97,9 @@ def adapter_config(path: AnyLocation) -> dict[str, Any]:
         FormatError: The file is not a JSON object.
     """
     location = Location.of(path)
-    backend, where = location.open(), f"{str(location).rstrip('/')}/{CONFIG_NAME}"
+    backend, where = location.open(), f"{str(location).rstrip('/')}/{ADAPTER_CONFIG_KEY}"
     try:
-        document = json.loads(backend.get(CONFIG_NAME, max_size=_MAX_CONFIG_BYTES))
+        document = json.loads(backend.get(ADAPTER_CONFIG_KEY, max_size=_MAX_CONFIG_BYTES))
     except KeyNotFoundError as error:
         raise StateError(f"{where} does not exist; is this the folder of an adapter that PEFT stored?") from error
     except (ValueError, RecursionError) as error:
