@@ -20,7 +20,7 @@ from sampling import examples
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from bytecheckpoint.inference.layouts.parts import TensorBox
 from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, ChunkTarget, Layout, Waves
-from bytecheckpoint.inference.push.memory import MemoryPolicy
+from bytecheckpoint.inference.push.memory import ring_of
 from bytecheckpoint.inference.push.transports.base import OutgoingChunk, TransportBroken
 from bytecheckpoint.inference.push.transports.ring import RingBuffer
 from bytecheckpoint.inference.push.transports.shared_memory import attach
@@ -72,7 +72,7 @@ class Sender:
 
 
 def _ring_of(layout: Layout, limit: int) -> Waves:
-    return MemoryPolicy(limit, 1).ring(layout)
+    return ring_of(layout, limit)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 from bytecheckpoint.errors import CorruptionError, DeadlineError, EngineError, RankFailedError
 from bytecheckpoint.inference.push import HttpEngine, Pusher
-from bytecheckpoint.inference.push.memory import DOUBLE, STREAMED, MemoryPolicy
+from bytecheckpoint.inference.push.memory import DOUBLE, STREAMED, choose_mode
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -83,12 +83,12 @@ def test_in_inference_mode(engine: ToyEngine, options: dict[str, Any]) -> None:
 
 
 def test_free_memory_decides_the_mode() -> None:
-    assert MemoryPolicy(200, 8).choose_mode(100, 0) == DOUBLE
-    assert MemoryPolicy(199, 8).choose_mode(100, 0) == STREAMED
-    assert MemoryPolicy(None, 1).choose_mode(1 << 60, 0) == STREAMED
-    assert MemoryPolicy(None, 1).choose_mode(1 << 60, 2 << 60) == DOUBLE  # already held
-    assert MemoryPolicy(None, 1).choose_mode(1 << 20, 0) == DOUBLE
-    assert MemoryPolicy(None, 1 << 40).choose_mode(1 << 20, 0) == STREAMED
+    assert choose_mode(100, 200, 0, 8) == DOUBLE
+    assert choose_mode(100, 199, 0, 8) == STREAMED
+    assert choose_mode(1 << 60, None, 0, 1) == STREAMED
+    assert choose_mode(1 << 60, None, 2 << 60, 1) == DOUBLE  # already held
+    assert choose_mode(1 << 20, None, 0, 1) == DOUBLE
+    assert choose_mode(1 << 20, None, 0, 1 << 40) == STREAMED
 
 
 def _push(engine: ToyEngine, version: int, options: dict[str, Any] = RING) -> None:

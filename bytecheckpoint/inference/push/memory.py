@@ -31,38 +31,29 @@ _SLOT_BYTES = 64 << 20  # larger slots overlap no better
 Version = int | str | None
 
 
-@dataclass(frozen=True)
-class MemoryPolicy:
-    """Decides how much memory a worker uses for pushes.
+def choose_mode(nbytes: int, limit: int | None, held: int, sharers: int) -> Mode:
+    """Return the mode for a version of ``nbytes``. ``limit`` is the memory that the user permits; None stands for what
+    pushes already hold and the host's free memory, which ``sharers`` workers divide among themselves."""
+    allowed = limit if limit is not None else held + int(_FREE_SHARE * free_memory() / sharers)
+    return DOUBLE if allowed >= 2 * nbytes else STREAMED
 
-    ``limit`` is what the user permits, in bytes; None stands for the free host memory, which ``sharers`` workers of
-    this host divide among themselves.
+
+def ring_of(layout: Layout, limit: int | None) -> Waves:
+    """Return the waves of the ring buffer that fits into the limit, by default 256 MiB.
+
+    It has four slots, or fewer where chunks are long, but at least one; with one, nothing overlaps. Raises
+    ``EngineError`` when the longest chunk does not fit.
     """
-
-    limit: int | None
-    sharers: int
-
-    def choose_mode(self, nbytes: int, held: int) -> Mode:
-        """Return the mode for a version of ``nbytes`` when pushes already hold ``held`` bytes."""
-        limit = self.limit if self.limit is not None else held + int(_FREE_SHARE * free_memory() / self.sharers)
-        return DOUBLE if limit >= 2 * nbytes else STREAMED
-
-    def ring(self, layout: Layout) -> Waves:
-        """Return the waves of the ring buffer that fits into the limit, by default 256 MiB.
-
-        It has four slots, or fewer where chunks are long, but at least one; with one, nothing overlaps. Raises
-        ``EngineError`` when the longest chunk does not fit.
-        """
-        limit = _SLOTS * _SLOT_BYTES if self.limit is None else self.limit
-        longest = max(map(align, layout.sizes), default=ALIGNMENT_BYTES)
-        if longest > limit:
-            raise EngineError(
-                f"a worker may use {limit:,} bytes for a push, and one chunk needs {longest:,}; raise "
-                "memory_bytes of Pusher, or lower its chunk_bytes"
-            )
-        limit = min(limit, max(layout.nbytes, longest))
-        slot_bytes = max(longest, min(_SLOT_BYTES, limit // _SLOTS) // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-        return Waves(layout, min(_SLOTS, limit // slot_bytes), slot_bytes)
+    limit = _SLOTS * _SLOT_BYTES if limit is None else limit
+    longest = max(map(align, layout.sizes), default=ALIGNMENT_BYTES)
+    if longest > limit:
+        raise EngineError(
+            f"a worker may use {limit:,} bytes for a push, and one chunk needs {longest:,}; raise "
+            "memory_bytes of Pusher, or lower its chunk_bytes"
+        )
+    limit = min(limit, max(layout.nbytes, longest))
+    slot_bytes = max(longest, min(_SLOT_BYTES, limit // _SLOTS) // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+    return Waves(layout, min(_SLOTS, limit // slot_bytes), slot_bytes)
 
 
 def free_memory() -> int:

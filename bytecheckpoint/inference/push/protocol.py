@@ -171,8 +171,8 @@ class Push:
             lambda leader: leader.prepare(self.early_budget, lambda: self._plan(leader), strict=self.strict),
         )
         packed = self._lead("push.prepare", lambda leader: leader.assignments())
-        self._assignment = self.sender.take(self.op.scatter("push.assignment", packed))
-        return bool(self._assignment.rings)
+        self.sender.take(self.op.scatter("push.assignment", packed))
+        return bool(self.sender.assignment.rings)
 
     def _send(self, version: int | str, *, is_streamed: bool) -> Sequence[bytes]:
         """Write to arenas, or to ring buffers while the engines load. Returns the packed outcomes of the senders on
@@ -188,7 +188,7 @@ class Push:
                 if is_streamed:
                     with op.phase("push.check"):
                         self.sender.check_before_stream(self._source)
-                    if self._assignment.is_group:
+                    if self.sender.assignment.is_group:
                         transports = self._group_transports(connected)
                     op.gather("push.transports", b"")
                 self.progress.expect(self.sender.nbytes)
@@ -211,7 +211,7 @@ class Push:
         self, gathered: Sequence[bytes], rings: dict[int, TcpTransport], stream: StreamApply | None
     ) -> None:
         broken = _first_broken(gathered)
-        if self._assignment.is_group:
+        if self.sender.assignment.is_group:
             for ring in rings.values():
                 with suppress(TransportBroken):  # the engine reports the cause
                     # A sender that ends from now on is not missed; one that has failed already is.
@@ -225,8 +225,7 @@ class Push:
         """Return for rank 0, packed: None and the digests of the chunks, or the failure of the stream."""
         outcome: list[Any]
         try:
-            on_written = self.progress.add
-            outcome = [None, self.sender.write(self._assignment, quantizer, transports, self.op.check, on_written)]
+            outcome = [None, self.sender.write(quantizer, transports, self.op.check, self.progress.add)]
         except TransportBroken as error:
             self.sender.group.leave()
             for ring in connected.values():
@@ -255,12 +254,12 @@ class Push:
         With a group, chunks do not use them: rank 0 connects to all workers, and both ends notice each other's failure.
         """
         targets: Sequence[int] = self.sender.targets
-        if self._assignment.is_group:
-            targets = range(len(self._assignment.rings)) if self.coordinator else ()
+        if self.sender.assignment.is_group:
+            targets = range(len(self.sender.assignment.rings)) if self.coordinator else ()
         transports: dict[int, Transport] = {}
         connected: dict[int, TcpTransport] = {}
         with self.op.phase("push.transports"):
-            for target, transport in self.sender.open(self._assignment, targets):
+            for target, transport in self.sender.open(targets):
                 transports[target] = transport
                 if isinstance(transport, TcpTransport):
                     connected[target] = transport
@@ -293,7 +292,7 @@ class Push:
                 ring.check()
 
         transport = GroupTransport(group, self.op.world_size, self.sender.writes, check)
-        return dict.fromkeys(range(len(self._assignment.rings)), transport)
+        return dict.fromkeys(range(len(self.sender.assignment.rings)), transport)
 
 
 def _first_broken(gathered: Sequence[bytes]) -> tuple[bool, str] | None:

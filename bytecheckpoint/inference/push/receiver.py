@@ -28,7 +28,7 @@ from .joins import Holds
 from .layout import ChunkStore, Waves
 from .leases import PauseLease
 from .lifecycle import PushLifecycle, PushState
-from .memory import STREAMED, HeldVersion, MemoryPolicy, VersionStore
+from .memory import STREAMED, HeldVersion, VersionStore, choose_mode, ring_of
 from .messages import PROTOCOL, FailureResponse, Table, decode, encode, pack_parts
 from .replay import Replay
 from .transports.base import Digests, word_digests, xxh3_digests
@@ -173,13 +173,13 @@ class Receiver:
         if known_record is None or layout is None:
             return {"unknown": True}
         table, record, _ = known_record
-        policy = MemoryPolicy(message["memory"], message["sharers"][self.id])
-        mode = message["mode"] or policy.choose_mode(layout.nbytes, self._versions.held)
+        limit, held, sharers = message["memory"], self._versions.held, message["sharers"][self.id]
+        mode = message["mode"] or choose_mode(layout.nbytes, limit, held, sharers)
         version = self._versions.begin(table, layout, mode, self._holds.reads)
         self._push.move(PushState.RECEIVING)
         answer = {"mode": mode, "tokens": self._versions.tokens, "known": [], "served": []}
         if mode == STREAMED:
-            waves = policy.ring(layout)
+            waves = ring_of(layout, limit)
             self._ring = _open_ring(message, waves, record, self._device)
             return answer | {
                 "arena": self._ring.address,

@@ -47,6 +47,7 @@ class Sender:
         self.finite = False  # whether all values must be finite
         self._is_checked = False  # whether those of this push are
         self._found_finite: list[int] = []  # the digests of the writes of the last push, whose values were finite
+        self.assignment: PushAssignment
         self.task = self._packed = b""
         self.writes: list[Write] = []
         self.group = Membership()
@@ -61,33 +62,44 @@ class Sender:
         """The bytes that this sender writes when no worker holds any of them yet."""
         return sum(write.nbytes_of_places for write in self.writes)
 
-    def take(self, packed: bytes) -> PushAssignment:
-        """Unpack an assignment."""
+    def take(self, packed: bytes) -> None:
+        """Unpack an assignment, for one push."""
         self._is_checked = False
         plain = msgpack.unpackb(packed)
         writes, self.task = plain.pop("writes"), plain.pop("task")
         if writes != self._packed:
             self.writes, self._packed, self._found_finite = unpack_writes(writes), writes, []
         plain["arenas"] = [address and ArenaAddress(*address) for address in plain["arenas"]]
-        return PushAssignment(**plain)
+        self.assignment = PushAssignment(**plain)
 
-    def open(self, assignment: PushAssignment, targets: Iterable[int]) -> Iterator[tuple[int, Transport]]:
+    def open(self, targets: Iterable[int]) -> Iterator[tuple[int, Transport]]:
         """Yield a transport to each target: into an arena that this process can map, or by TCP to a ring buffer or to
         another arena. Raises ``EngineError``.
 
         Mappings are kept for as long as the worker keeps the arena: the first write to each page of a new mapping costs
         as much as the copy itself.
         """
-        for token in self._mapped.keys() - set(assignment.tokens):
+        given = self.assignment
+        for token in self._mapped.keys() - set(given.tokens):
             self._mapped.pop(token).close()
         for target in targets:
-            address = assignment.arenas[target]
+            address = None if self.tcp_only else given.arenas[target]
             mapped = None
-            if address is not None and not self.tcp_only and not assignment.rings:
+            if address is not None and not given.rings:
                 if address.token not in self._mapped and (memory := attach(address)) is not None:
                     self._mapped[address.token] = SharedMemoryTransport(memory)
                 mapped = self._mapped.get(address.token)
-            yield target, mapped or self._connect(assignment, target)
+            yield (
+                target,
+                mapped
+                or TcpTransport(
+                    Endpoint(*given.endpoints[target]),
+                    self.deadline_s,
+                    slots=given.rings[target][0] if given.rings else None,
+                    memory=address,
+                    on_device=given.on_device,
+                ),
+            )
 
     def check_before_stream(self, source: PushSource) -> None:
         """Check the values, as they will be sent, before an engine loads the first of them."""
@@ -107,18 +119,8 @@ class Sender:
             check_finite(checked)
         self._is_checked = True
 
-    def _connect(self, assignment: PushAssignment, target: int) -> TcpTransport:
-        return TcpTransport(
-            Endpoint(*assignment.endpoints[target]),
-            self.deadline_s,
-            slots=assignment.rings[target][0] if assignment.rings else None,
-            memory=None if self.tcp_only else assignment.arenas[target],
-            on_device=assignment.on_device,
-        )
-
     def write(
         self,
-        assignment: PushAssignment,
         quantizer: Quantizer,
         transports: Mapping[int, Transport],
         check: Callable[[], None],
@@ -126,8 +128,8 @@ class Sender:
     ) -> list[int]:
         """Make the writes like ``Writer.run``, and return the digests of the chunks."""
         finite = self._found_finite if self.finite and not self._is_checked else None
-        writer = Writer(transports, quantizer, on_device=assignment.on_device, finite=finite)
-        digests = writer.run(self.writes, assignment.known, check, on_written)
+        writer = Writer(transports, quantizer, on_device=self.assignment.on_device, finite=finite)
+        digests = writer.run(self.writes, self.assignment.known, check, on_written)
         self._found_finite = digests if self.finite else []
         return digests
 
