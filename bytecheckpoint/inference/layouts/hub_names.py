@@ -31,14 +31,11 @@ def hub_tensors(config: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str
     support the model. Block scales (``X_scale_inv``) are converted like their weights, although the in-memory state
     does not contain them. No values are computed.
     """
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        kind: Any = type(config)
-        model, names = _in_memory(kind, config.to_json_string())
-    except Exception as error:  # noqa: BLE001 - old or missing transformers, remote code, unknown model
-        _log.debug("tensor names are used as they are, because transformers cannot build the model: %s", error)
+    kind: Any = type(config)
+    found = _in_memory(kind, config.to_json_string()) if hasattr(config, "to_json_string") else None
+    if found is None:
         return tensors
+    revert_weight_conversion, model, names = found
     scales = {name: scale for name in tensors if (scale := scale_name(name)) in tensors}
     weights = {name: tensor for name, tensor in tensors.items() if name not in scales.values()}
     if not names.issuperset(weights):
@@ -52,13 +49,19 @@ def hub_tensors(config: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str
 
 
 @lru_cache(maxsize=2)  # building a large model takes seconds
-def _in_memory(kind: Any, config: str) -> tuple[Any, frozenset[str]]:
-    """The model on the meta device, and the names of its state."""
-    from transformers import AutoModelForCausalLM
+def _in_memory(kind: Any, config: str) -> tuple[Any, Any, frozenset[str]] | None:
+    """The reverse conversion, the model on the meta device, and the names of its state; None if transformers cannot
+    build it."""
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.core_model_loading import revert_weight_conversion
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(configuration_of(kind, config))
-    return model, frozenset(model.state_dict())
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(configuration_of(kind, config))
+    except Exception as error:  # noqa: BLE001 - old or missing transformers, remote code, unknown model
+        _log.debug("tensor names are used as they are, because transformers cannot build the model: %s", error)
+        return None
+    return revert_weight_conversion, model, frozenset(model.state_dict())
 
 
 def configuration_of(kind: Any, text: str) -> Any:

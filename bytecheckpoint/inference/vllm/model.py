@@ -64,7 +64,6 @@ class VllmModel(EngineModel):
         self.is_starting = False  # while vLLM loads the model, before it processes weights
         self._last_load: Any = None
         self._ties = _ties(model)
-        self._on_hub: set[frozenset[str]] = set()
 
     @property
     def module(self) -> nn.Module:
@@ -111,13 +110,7 @@ class VllmModel(EngineModel):
 
     def _as_loaded(self, weights: Weights) -> Weights:
         """``weights`` as the loader expects them: under the hub's names, including tied ones."""
-        tensors: Mapping[str, torch.Tensor] = dict(weights)
-        names = frozenset(tensors)
-        if names not in self._on_hub:
-            converted = hub_tensors(self._config.model_config.hf_config, tensors)
-            if converted is tensors:
-                self._on_hub.add(names)  # the check builds a transformers model
-            tensors = converted
+        tensors = hub_tensors(self._config.model_config.hf_config, dict(weights))
         if self.blocks is not None:
             tensors = _with_scales_shaped(tensors, self.blocks)
         return self._with_tied(iter(tensors.items()))
