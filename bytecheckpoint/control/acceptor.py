@@ -1,4 +1,4 @@
-"""A server for blocking connections, each served in a thread of its own, and the way to it."""
+"""A server for blocking connections, one thread for each, and the way to it."""
 
 from __future__ import annotations
 

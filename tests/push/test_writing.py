@@ -51,7 +51,7 @@ def _written(waves: dict[tuple[int, int], int], run_bytes: int, count: int = 6) 
     known = [(None, None)] * (2 * count)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(writing, "_RUN_BYTES", run_bytes)
-        writer = writing.Writer(transports, Quantizer(source, b""), on_device=False, finite=())
+        writer = writing.ChunkWriter(transports, Quantizer(source, b""), on_device=False, finite=())
         digests = writer.run(writes, known, lambda: None, sent.append)
     assert digests == xxh3_digests([state[name].view(torch.uint8) for name in names])
     assert sum(sent) == 2 * count * SIZE

@@ -225,7 +225,7 @@ class PushCoordinator:
 
     @property
     def _known(self) -> list[list[Known]]:
-        """What each target knows of each of its chunks."""
+        """The digests that each target has of its chunks already."""
         return [
             [*zip(*(answer[one] or [None] * len(layout.chunks) for one in ("known", "served")), strict=True)]
             for answer, layout in zip(self._answers, self.bound.plan.layouts, strict=True)

@@ -258,7 +258,7 @@ class BoundPlan:
         self, sent: Sequence[Sequence[int]], known: Sequence[Sequence[Known]], *, is_broadcast: bool
     ) -> tuple[list[list[int]], list[int]]:
         """Return the bytes of each target by fate, and the bytes that left each sender; a broadcast chunk leaves it
-        once. ``known`` is what each target knew of its chunks."""
+        once. ``known`` are the digests that each target had of its chunks."""
         counted = [[0, 0, 0] for _ in self.plan.layouts]
         written = [0] * len(sent)
         for sender, write, place, digest in self._placed(sent):

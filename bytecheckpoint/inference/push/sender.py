@@ -21,7 +21,7 @@ from .transports.base import Transport
 from .transports.group import Membership
 from .transports.shared_memory import ArenaAddress, SharedMemoryTransport, attach
 from .transports.tcp import TcpTransport
-from .writing import Writer, check_finite, unpack_writes
+from .writing import ChunkWriter, check_finite, unpack_writes
 
 _CHECKED_BYTES = 64 << 20  # fetched and checked at once
 
@@ -126,9 +126,9 @@ class Sender:
         check: Callable[[], None],
         on_written: Callable[[int], None],
     ) -> list[int]:
-        """Make the writes like ``Writer.run``, and return the digests of the chunks."""
+        """Make the writes like ``ChunkWriter.run``, and return the digests of the chunks."""
         finite = self._found_finite if self.finite and not self._is_checked else None
-        writer = Writer(transports, quantizer, on_device=self.assignment.on_device, finite=finite)
+        writer = ChunkWriter(transports, quantizer, on_device=self.assignment.on_device, finite=finite)
         digests = writer.run(self.writes, self.assignment.known, check, on_written)
         self._found_finite = digests if self.finite else []
         return digests

@@ -85,14 +85,14 @@ def _is_surely_finite(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.sum().isfinite()  # finite only if all values are; the sum of finite ones may overflow, though
 
 
-class Writer:
+class ChunkWriter:
     """Makes a sender's writes: in runs, one at a time in each thread.
 
     Args:
         transports: The transport to each target.
         quantizer: Fetches elements, and quantizes those that engines request quantized.
         on_device: Whether chunks are made and hashed on the device that the transports write from.
-        finite: The digest with which each write's values are known to be finite, as far as known; others are checked.
+        finite: The digest with which each write's values are known to be finite; others are checked.
             None for no checks.
     """
 
