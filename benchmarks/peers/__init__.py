@@ -37,7 +37,20 @@ ENTRIES: dict[str, Entry] = {
     for entry in (
         Entry("bytecheckpoint", "library:Library"),
         Entry("bytecheckpoint async", "library:Library", {"background": True}, parts=_SAVE),
-        Entry("bytecheckpoint gated", "library:Gated", parts=_SAVE, note="the copy overlaps with the training step"),
+        Entry(
+            "bytecheckpoint async, objects",
+            "library:Objects",
+            {"gate": False},
+            parts=_SAVE,
+            note="a module and its optimizer, not a mapping of their tensors",
+        ),
+        Entry(
+            "bytecheckpoint gated",
+            "library:Objects",
+            {"gate": True},
+            parts=_SAVE,
+            note="as above; the copy overlaps with the training step",
+        ),
         Entry("bytecheckpoint unverified", "library:Library", {"verify": False}, parts=_LOAD, note="no checksums"),
         Entry("DCP", "dcp:Dcp"),
         Entry("DCP 4 threads", "dcp:Dcp", {"threads": 4}),

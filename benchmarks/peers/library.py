@@ -11,7 +11,7 @@ from torch import nn
 import bytecheckpoint as bcp
 from benchmarks.peers.base import Contestant, Pending, Tensors
 
-__all__ = ["Gated", "Library"]
+__all__ = ["Library", "Objects"]
 
 
 class Library(Contestant):
@@ -47,19 +47,21 @@ class Library(Contestant):
         self._checkpointer.close()
 
 
-class Gated(Library):
-    """A gated save of a module and an optimizer over the state's memory: the copy overlaps with training."""
+class Objects(Library):
+    """An asynchronous save of a module and an optimizer over the state's memory, with or without a gate."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, gate: bool) -> None:
         super().__init__(background=True)
+        self._gate = gate
         self._objects: dict[str, Any] | None = None
 
     def save(self, path: str, state: Any) -> Pending | None:
         if self._objects is None:
             self._objects = _objects(state) if isinstance(state.sections["model"], dict) else state.sections
-        handle = self._checkpointer.save(path, self._objects, async_save=True, options=bcp.SaveOptions(gate=True))
+        options = bcp.SaveOptions(gate=self._gate)
+        handle = self._checkpointer.save(path, self._objects, async_save=True, options=options)
         self._stages = handle.timings.seconds
-        return Pending(handle.result, gate=handle.wait_staged)
+        return Pending(handle.result, gate=handle.wait_staged if self._gate else None)
 
 
 def _objects(state: Tensors) -> dict[str, Any]:
