@@ -6,7 +6,6 @@ import io
 import json
 import pickle
 import struct
-import subprocess
 import sys
 import tracemalloc
 import zipfile
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError, RuleError, UnsupportedTensorError
@@ -409,9 +409,8 @@ def test_numbers_cost_no_memory(
 
 def test_mutants_run_nothing_and_need_little_memory() -> None:
     count = 10_000 if sampling.is_full() else 1500
-    script = Path(pickle_mutants.__file__)
-    command = [sys.executable, str(script), str(sampling.seed()), "0", str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=time_limit(300))
+    command = [pickle_mutants.__file__, str(sampling.seed()), "0", str(count)]
+    done = warm_python().run(command, timeout=time_limit(300))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["events"] == []

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import checkpoint_mutants
 import pytest
 import sampling
+from warm_python import warm_python
 
 from bytecheckpoint.testing import time_limit
 
@@ -25,8 +24,8 @@ def test_mutants_raise_only_errors_of_the_library_and_reach_nothing_outside(tmp_
     600 mutants take over 20 s; fewer find little.
     """
     count = sampling.examples(12_000, 600)
-    command = [sys.executable, checkpoint_mutants.__file__, str(tmp_path), str(sampling.seed()), "0", str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=time_limit(30 + count / 10))
+    command = [checkpoint_mutants.__file__, str(tmp_path), str(sampling.seed()), "0", str(count)]
+    done = warm_python().run(command, timeout=time_limit(30 + count / 10))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["faults"] == []

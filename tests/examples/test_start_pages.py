@@ -55,9 +55,7 @@ def run(command: str, folder: Path) -> str:
     variables = dict([words.pop(0).split("=")]) if crashes else {}
     arguments = [*COMMANDS[words[0]], *words[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **variables}
-    done = warm_python("bytecheckpoint.api", "bytecheckpoint.cli.inspection").run(
-        arguments, timeout=time_limit(120), env=environment, cwd=folder
-    )
+    done = warm_python().run(arguments, timeout=time_limit(120), env=environment, cwd=folder)
     assert (done.returncode != 0) == crashes, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout.replace(f"{folder}/", "")
 

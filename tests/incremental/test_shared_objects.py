@@ -9,8 +9,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +25,7 @@ import pytest
 import torch
 from small_mounts import tiny_disk
 from sorted_arguments import saving
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
@@ -580,9 +579,7 @@ for root in sys.argv[1:]:
             root.chmod(0o777)
         (roots[0] / OBJECTS).chmod(0o777)
         os.chmod(folder, 0o755)
-        done = subprocess.run(
-            [sys.executable, "-c", script, *roots], capture_output=True, text=True, timeout=time_limit(120)
-        )
+        done = warm_python().run(["-c", script, *map(str, roots)], timeout=time_limit(120))
     assert done.returncode == 0, done.stderr
     expected = ["True True ", "False True the root, or its folder of objects, belongs to somebody else"]
     assert done.stdout.splitlines() == expected

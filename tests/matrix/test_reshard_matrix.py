@@ -41,7 +41,7 @@ def _load_all(rank: int, world_size: int, name: str, paths: dict[str, str]) -> d
     return wrong
 
 
-NAMES = sample(list(LAYOUTS), 6)
+NAMES = sample(list(LAYOUTS), 4)
 
 
 @pytest.fixture(scope="module")

@@ -2,64 +2,47 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-from bytecheckpoint.testing import time_limit
-
-pytestmark = pytest.mark.slow
-
-_RANK = """
-import os, sys
 import torch
-import torch.distributed as dist
+
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.saving import commit
+from bytecheckpoint.testing.ranks import RankPool
 
-commit._VISIBLE_S = 1.0
-root, rank, is_own = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "own"
-if is_own and rank:
-    import ctypes
-    assert ctypes.CDLL(None).mount(b"none", root.encode(), b"tmpfs", 0, b"size=8m") == 0
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[4]}", rank=rank, world_size=2)
-state = {"model": {"w": torch.ones(8)}, "extra_state": {"rank": rank}}
-error = ""
-for step in (1, 2):
-    try:
-        bcp.save(f"{root}/step-{step}", state)
-    except StorageError as caught:
-        error = str(caught)
-print("error:", error)
-print("left:", sorted(path for path, _, files in os.walk(root) for _ in files), rank)
-dist.barrier()
-"""
+_CLONE_NEWNS = 0x20000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 
 
-def _run(tmp_path: Path, *, is_own: bool) -> list[str]:
-    """Return what each rank prints."""
+def _save_twice(rank: int, world_size: int, root: str, is_own: bool) -> tuple[str, list[str]]:
+    """Return the last error, and the files that this rank sees afterwards."""
+    commit._VISIBLE_S = 1.0
+    libc = ctypes.CDLL(None)
+    assert libc.unshare(_CLONE_NEWNS) == 0
+    assert libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
+    if is_own and rank:
+        assert libc.mount(b"none", root.encode(), b"tmpfs", 0, b"size=8m") == 0
+    state = {"model": {"w": torch.ones(8)}, "extra_state": {"rank": rank}}
+    error = ""
+    for step in (1, 2):
+        try:
+            bcp.save(f"{root}/step-{step}", state)
+        except StorageError as caught:
+            error = str(caught)
+    return error, sorted(str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_file())
+
+
+def _run(tmp_path: Path, *, is_own: bool) -> list[tuple[str, list[str]]]:
     root = tmp_path / "root"
     root.mkdir()
-    script = tmp_path / "rank.py"
-    script.write_text(_RANK)
-    command = [sys.executable, "-W", "ignore", str(script), str(root)]
-    ranks = [
-        subprocess.Popen(
-            ["unshare", "-m", *command, str(rank), "own" if is_own else "shared", str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=time_limit(100)) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    return [output for output, _ in outputs]
+    with RankPool(2) as pool:  # the ranks keep their mounts
+        return pool.run(_save_twice, str(root), is_own)
 
 
 @pytest.fixture(autouse=True)
@@ -70,15 +53,13 @@ def may_unshare() -> None:
 
 
 def test_folders_of_their_own_are_refused(tmp_path: Path) -> None:
-    first, second = _run(tmp_path, is_own=True)
-    for output in (first, second):
-        assert "is not the same folder on all hosts" in output
-        assert "of rank 1" in output
-        assert "left: []" in output, "no file remains"
+    for error, files in _run(tmp_path, is_own=True):
+        assert "is not the same folder on all hosts" in error
+        assert "of rank 1" in error
+        assert files == []
 
 
 def test_a_shared_folder_is_accepted(tmp_path: Path) -> None:
-    for output in _run(tmp_path, is_own=False):
-        assert "error: \n" in output
-        assert "step-1" in output.partition("left:")[2]
-        assert "step-2" in output.partition("left:")[2]
+    for error, files in _run(tmp_path, is_own=False):
+        assert error == ""
+        assert {file.partition("/")[0] for file in files} == {"step-1", "step-2"}

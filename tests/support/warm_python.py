@@ -135,8 +135,10 @@ class WarmPython:
 
 @functools.cache
 def warm_python(*preload: str, **environment: str) -> WarmPython:
-    """Return a process that has imported these modules, by default the library. It ends with this process."""
-    return WarmPython(preload or ("bytecheckpoint.api", "bytecheckpoint.manager"), environment)
+    """Return a process that has imported these modules, by default the library and the commands."""
+    return WarmPython(
+        preload or ("bytecheckpoint.api", "bytecheckpoint.manager", "bytecheckpoint.cli.inspection"), environment
+    )
 
 
 def _number(descriptor: int) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from s3_faults import Exchange, fault_proxy
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.testing import time_limit
@@ -49,22 +50,23 @@ def test_a_signal_ends_a_job_whose_store_is_silent(
 
     with fault_proxy(s3["endpoint_url"]) as proxy:
         options = json.dumps({**s3, "endpoint_url": proxy.url})
-        job = subprocess.Popen(
-            [sys.executable, "-c", _JOB, f"s3://{bucket}/run", str(tmp_path) if has_tier else "", options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert job.stdout is not None
-        assert job.stdout.readline() == "ready\n"
-        proxy.rule = rule
-        try:
-            _, errors = job.communicate("\n", timeout=time_limit(90))
-        finally:
-            job.kill()
+        command = ["-c", _JOB, f"s3://{bucket}/run", str(tmp_path) if has_tier else "", options]
+        (reader, its_output), (its_input, writer) = os.pipe(), os.pipe()
+        with tempfile.TemporaryFile("w+") as log, open(reader) as output, open(writer, "w") as go_on:
+            job = warm_python().start(command, stdin=its_input, stdout=its_output, stderr=log)
+            os.close(its_input)
+            os.close(its_output)
+            try:
+                assert output.readline() == "ready\n"
+                proxy.rule = rule
+                print(file=go_on, flush=True)
+                code = job.wait(time_limit(90))
+            finally:
+                job.kill()
+            log.seek(0)
+            errors = log.read()
     assert silent.is_set()
-    assert job.returncode == (128 + signal.SIGTERM if has_tier else 1), errors
+    assert code == (128 + signal.SIGTERM if has_tier else 1), errors
     assert bool(list(tmp_path.glob("**/step-3/manifest.msgpack"))) == has_tier
     assert has_tier or "step-2 failed" in errors
     assert bcp.latest(f"s3://{bucket}/run", storage_options=s3).step == 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
@@ -21,6 +20,7 @@ from bytecheckpoint.cli import cli
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.telemetry import TraceFiles
 from bytecheckpoint.telemetry.trace_files import merge_traces
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -85,7 +85,7 @@ def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
 def test_an_environment_variable_traces_a_job(tmp_path: Path) -> None:
     job = f"import torch, bytecheckpoint as bcp\nbcp.save({str(tmp_path / 'c')!r}, {{'model': {{'w': torch.ones(3)}}}})"
     environment = {**os.environ, "BYTECHECKPOINT_TRACE": str(tmp_path / "trace")}
-    subprocess.run([sys.executable, "-c", job], check=True, env=environment)
+    warm_python().run(["-c", job], check=True, env=environment, timeout=time_limit(60))
     assert merge_traces(list((tmp_path / "trace").glob("rank-*.json")), tmp_path / "all.json") > 5
 
 

@@ -87,7 +87,7 @@ CHAINS = [
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids="->".join)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_another_layout_resumes_within_rounding(chain: tuple[str, str, str], pool: RankPool, tmp_path: Path) -> None:
     first, *others = chain
     whole = _mean(_run(pool, _uninterrupted, first, tmp_path / "checkpoint", dropout=0.0), first)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from killed_copies import (
 )
 from s3_faults import FaultProxy, fault_proxy
 from transfer_launcher import Launcher
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
@@ -185,10 +186,12 @@ def test_a_killed_save_with_a_tier(tmp_path: Path, proxy: FaultProxy, bucket: st
     url, tier = f"s3://{bucket}/runs/step-7", tmp_path / "tier"
     options = {**s3, "endpoint_url": proxy.url}
     proxy.rule = Gate("part", 3, f"/{bucket}/runs/step-7/")
-    with subprocess.Popen([sys.executable, "-c", _SAVE, url, tier, json.dumps(options), str(PART)]) as job:
-        for _ in range(8):
-            assert proxy.waiting.acquire(timeout=time_limit(60)), proxy.kinds
-        job.kill()
+    command = ["-c", _SAVE, url, str(tier), json.dumps(options), str(PART)]
+    job = warm_python().start(command, stdout=subprocess.DEVNULL, stderr=2)
+    for _ in range(8):
+        assert proxy.waiting.acquire(timeout=time_limit(60)), proxy.kinds
+    job.kill()
+    assert job.wait(time_limit(10)) == -signal.SIGKILL
     proxy.go_on.set()
     folder = tier / f"s3@{proxy.url.partition('://')[2].replace(':', '-')}" / bucket / "runs" / "step-7"
     known = acknowledged(folder)
