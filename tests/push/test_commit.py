@@ -16,6 +16,7 @@ from bytecheckpoint.inference.push.leases import HeldLease, resolve
 from bytecheckpoint.inference.push.messages import decode, encode
 
 MESSAGE = {"transaction": "t", "version": 2}
+ANSWERS = [{"receiver": "", "left_paused": False}]
 LONG_S = 100.0
 
 
@@ -54,13 +55,13 @@ class Recorded(Engine):
 
 
 def _loaded(engine: Engine) -> EngineCommit:
-    commit = EngineCommit(engine, MESSAGE, "", left_paused=False)
+    commit = EngineCommit(engine, ANSWERS, MESSAGE)
     assert commit.load("apply", Budget(LONG_S)) is None
     return commit
 
 
 def _apply(engine: Engine, *, is_abandoned: bool = False) -> BytecheckpointError | None:
-    commit = EngineCommit(engine, MESSAGE, "", False, lambda: is_abandoned)
+    commit = EngineCommit(engine, ANSWERS, MESSAGE, lambda: is_abandoned)
     return commit.load("stream", Budget(1.0)) or commit.finish(Budget(1.0))
 
 
@@ -170,7 +171,7 @@ def test_an_engine_that_reverts_too_slowly_is_left_to_its_worker(
     monkeypatch.setattr(HeldLease, "end", lambda lease, wait_s, has_resumed: ended.append("properly"))
     monkeypatch.setattr(HeldLease, "lose", lambda lease, revert: ended.append("lost"))
     engine = Recorded(late="revert")
-    one = EngineCommit(engine, MESSAGE, "", left_paused=False)
+    one = EngineCommit(engine, ANSWERS, MESSAGE)
     engine.fails_to_apply = load_fails
     error = one.load("apply", Budget(LONG_S)) or one.undo(Budget(LONG_S))
     assert "it is unknown what the engine serves now; it is left paused" in str(error)

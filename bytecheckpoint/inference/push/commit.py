@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +27,13 @@ class EngineCommit:
 
     An engine that serves no consistent version, or of which that is unknown, is left paused. When the engine answers
     after the coordinator ``is_abandoned``, the next push may have begun, and this one sends it no further request.
-    ``holder`` is the receiver of the engine's first worker, which holds the lease. ``left_paused`` states that another
-    push has left the engine paused.
+    ``answers`` are the last ones of its workers: the first one holds the lease, and another push may have left the
+    engine paused.
     """
 
     engine: Engine
+    answers: Sequence[Mapping[str, Any]]
     message: Mapping[str, Any]
-    holder: str
-    left_paused: bool
     is_abandoned: Callable[[], bool] = lambda: False
     _lease: HeldLease | None = field(default=None, init=False)
     _applied_by: str | None = field(default=None, init=False)  # the transaction of the loaded version
@@ -48,9 +47,9 @@ class EngineCommit:
         has no more to do."""
         engine = self.engine
         try:
-            engine.note_pause(budget.left, left_paused=self.left_paused)
-            lease_s = budget.left + _LEASE_SLACK_S
-            self._lease = HeldLease(engine, self.message["transaction"], self.holder, lease_s, budget.left)
+            engine.note_pause(budget.left, left_paused=any(answer["left_paused"] for answer in self.answers))
+            holder, lease_s = self.answers[0]["receiver"], budget.left + _LEASE_SLACK_S
+            self._lease = HeldLease(engine, self.message["transaction"], holder, lease_s, budget.left)
         except BytecheckpointError as error:
             return error
         notify("push.apply.leased", "point")

@@ -276,13 +276,7 @@ class PushCoordinator:
         """Load on all engines, and resume them together. Reverts all when too few have loaded. ``answers`` are the last
         ones of each engine's workers, which name the transaction."""
         commits = [
-            EngineCommit(
-                engine,
-                {**message, "transaction": of_engine[0]["transaction"]},
-                of_engine[0]["receiver"],
-                any(answer["left_paused"] for answer in of_engine),
-                is_abandoned,
-            )
+            EngineCommit(engine, of_engine, {**message, "transaction": of_engine[0]["transaction"]}, is_abandoned)
             for engine, of_engine in zip(engines, answers, strict=True)
         ]
         failed: list[BytecheckpointError] = []  # in the order of time: later ones may be consequences

@@ -242,11 +242,6 @@ class BoundPlan:
             ]
             self.packed, self._rings = [pack_writes(writes) for writes in self.writes], rings
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that all senders write when no worker holds any of them yet."""
-        return sum(write.nbytes_of_places for writes in self.writes for write in writes)
-
     def chunk_digests(self, sent: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the digest of every chunk of each target. ``sent`` are those of each sender's writes."""
         digests = [[0] * len(layout.chunks) for layout in self.plan.layouts]

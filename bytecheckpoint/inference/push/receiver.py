@@ -217,7 +217,9 @@ class Receiver:
         digests = message["chunks"][self.id]
         served = self._served_in(version.layout.digest)
         unchanged: list[int] = []
-        self._is_served = is_same = self._serves(version, digests)
+        # What is in another process may be gone since.
+        is_same = served is not None and (served.table.digest, served.digests) == (version.table.digest, digests)
+        self._is_served = is_same = is_same and not self._inconsistent_reason and not self._model.is_remote
         if served is not None:
             known = zip(digests, self._known or repeat(None), served.digests, strict=False)
             unchanged = [chunk for chunk, digest in enumerate(known) if fate_of(*digest) == UNCHANGED]
@@ -239,17 +241,6 @@ class Receiver:
         self._replay_of(version)  # made now, while the engine is not paused yet
         self._push.move(PushState.VERIFIED)
         return {}
-
-    def _serves(self, version: HeldVersion, digests: list[int]) -> bool:
-        """Return whether these chunks in the version's layout are what this worker serves."""
-        served = self._served_in(version.layout.digest)
-        return (
-            served is not None
-            and served.table.digest == version.table.digest
-            and served.digests == digests
-            and not self._inconsistent_reason
-            and not self._model.is_remote
-        )
 
     def _apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Second phase of the commit: load the verified version. After a failure, load the served one again."""
