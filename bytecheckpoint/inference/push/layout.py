@@ -24,7 +24,7 @@ from ...planners.rank_sets import RankSets
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ..layouts.parts import TensorBox
-from .messages import pack_parts, unpack_parts
+from .messages import pack, pack_parts, unpack_parts
 
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element size
 
@@ -85,8 +85,7 @@ class Layout:
     @cached_property
     def packed(self) -> bytes:
         chunks = [(part, *box) for part, box in self.chunks]
-        packed: bytes = msgpack.packb([pack_parts(self.parts), chunks, self.receptions])
-        return packed
+        return pack([pack_parts(self.parts), chunks, self.receptions])
 
     @cached_property
     def digest(self) -> bytes:

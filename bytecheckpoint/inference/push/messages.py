@@ -41,9 +41,14 @@ _MAX_TRACEBACK = 1 << 16  # characters
 _MAX_MESSAGE_BYTES = 1 << 30  # unpacked; a table of 100,000 tensors has about 10 MB
 
 
+def pack(value: Any) -> bytes:
+    """Return ``value`` as a msgpack document."""
+    packed: bytes = msgpack.packb(value)
+    return packed
+
+
 def encode(message: Mapping[str, Any]) -> str:
-    packed = msgpack.packb(message)
-    return base64.b64encode(zstandard.ZstdCompressor(level=1).compress(packed)).decode()
+    return base64.b64encode(zstandard.ZstdCompressor(level=1).compress(pack(message))).decode()
 
 
 def decode(text: str) -> dict[str, Any]:
@@ -75,8 +80,7 @@ class Table:
     @cached_property
     def packed(self) -> bytes:
         rows = [(name, meta.dtype.name, meta.shape) for name, meta in self.rows]
-        packed: bytes = msgpack.packb([rows, self.aliases])
-        return packed
+        return pack([rows, self.aliases])
 
     @cached_property
     def sources(self) -> dict[str, str]:
@@ -105,8 +109,7 @@ def check_faults(text: str, faults: Faults, *, then: str = "", limit: int = 20) 
 
 
 def pack_parts(parts: Sequence[TensorBox]) -> bytes:
-    packed: bytes = msgpack.packb([(part.name, part.shape, *part.box, part.dtype.name) for part in parts])
-    return packed
+    return pack([(part.name, part.shape, *part.box, part.dtype.name) for part in parts])
 
 
 def unpack_parts(data: bytes) -> list[TensorBox]:

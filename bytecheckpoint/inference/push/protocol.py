@@ -17,7 +17,7 @@ from ...telemetry.trace import Timings
 from .coordinator import PushCoordinator, StreamApply
 from .engines.base import Budget
 from .engines.colocated import ColocatedEngines
-from .messages import check_faults
+from .messages import check_faults, pack
 from .quantizer import Quantizer
 from .report import ProgressReporter, PushReport
 from .sender import Sender
@@ -231,8 +231,7 @@ class Push:
             for ring in connected.values():
                 ring.interrupt()  # makes the workers that still wait notice
             outcome = [error.is_late, str(error)]
-        packed: bytes = msgpack.packb(outcome)
-        return packed
+        return pack(outcome)
 
     def _quantizer(self) -> Quantizer:
         """Return a quantizer that has the maxima of this sender's blocks."""

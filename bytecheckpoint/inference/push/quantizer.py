@@ -33,7 +33,7 @@ from .block_quantization import (
     scales_of,
 )
 from .layout import Holding, Write, choose_senders
-from .messages import Table
+from .messages import Table, pack
 from .sources import PushSource
 from .transports.base import THREADS
 from .transports.cuda_ipc import synchronize
@@ -72,8 +72,7 @@ def _unpack_maxima(values: bytes, boxes: Sequence[BlocksOfBox]) -> Iterator[npt.
 
 def pack_task(blocks: dict[str, Blocks], exchange: MaximaExchange, sender: int) -> bytes:
     """Pack what a sender's ``Quantizer`` must know."""
-    packed: bytes = msgpack.packb([blocks, bool(exchange.split), exchange.boxes[sender]])
-    return packed
+    return pack([blocks, bool(exchange.split), exchange.boxes[sender]])
 
 
 class Quantizer:

@@ -113,7 +113,7 @@ class Receiver:
             self._check_replaced()
             notify(f"push.worker.{kind}", "enter")
             with paused():
-                answer |= handler(self, message)
+                answer |= handler(self, message) or {}
             notify(f"push.worker.{kind}", "exit")
         except Exception as error:  # noqa: BLE001 - the coordinator raises it, see messages.py
             _log.log(self._log_level, "push: %s", error, exc_info=True)
@@ -202,15 +202,14 @@ class Receiver:
         is_here = served is not None and served.arena is not None and served.layout.digest == layout
         return served if is_here else None
 
-    def _join_group(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _join_group(self, message: Mapping[str, Any]) -> None:
         """Join a group and receive from it into the ring buffer."""
         layout = self._current("join_group", message).layout
         assert self._ring is not None
         number = message["members"][self.id]
         self._member.begin(GroupAddress(*message["address"]), number, layout.receptions, self._ring)
-        return {}
 
-    def _verify(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _verify(self, message: Mapping[str, Any]) -> None:
         """First phase of the commit: check that the arena holds the version."""
         version = self._current("verify", message)
         self._stop_listening()
@@ -240,9 +239,8 @@ class Receiver:
             version.digests = self._known  # nothing was written
         self._replay_of(version)  # made now, while the engine is not paused yet
         self._push.move(PushState.VERIFIED)
-        return {}
 
-    def _apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _apply(self, message: Mapping[str, Any]) -> None:
         """Second phase of the commit: load the verified version. After a failure, load the served one again."""
         version = self._current("apply", message)
         self._check_awake()
@@ -252,18 +250,17 @@ class Receiver:
                 self._push.end()
                 raise EngineError("the engine has loaded other weights by itself during this push; push again")
             self._versions.repeat(version, self._push.transaction)
-            self._push.move(PushState.APPLIED)
-            return {}
-        try:
-            self._load(version, version.chunks)
-        except Exception as error:
-            self._push.end()
-            self._roll_back(f"applying version {version.version!r} failed: {type(error).__name__}: {error}")
-            raise
-        self._serve_next()
-        return {}
+        else:
+            try:
+                self._load(version, version.chunks)
+            except Exception as error:
+                self._push.end()
+                self._roll_back(f"applying version {version.version!r} failed: {type(error).__name__}: {error}")
+                raise
+            self._versions.serve_next(self._push.transaction)
+        self._push.move(PushState.APPLIED)
 
-    def _stream(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _stream(self, message: Mapping[str, Any]) -> None:
         """Load the chunks that arrive in the ring buffer, each of them verified."""
         version, ring = self._current("stream", message), self._ring
         assert ring is not None
@@ -282,10 +279,6 @@ class Receiver:
             self._stop_listening()  # no `finish` will come
             raise
         version.digests, self._set_aside = ring.digests, ring.set_aside
-        self._serve_next()
-        return {}
-
-    def _serve_next(self) -> None:
         self._versions.serve_next(self._push.transaction)
         self._push.move(PushState.APPLIED)
 
@@ -351,24 +344,22 @@ class Receiver:
             _log.exception("push: the rollback to the served version failed")
             self._inconsistent_reason = f"{reason}; the rollback failed too: {type(error).__name__}: {error}"
 
-    def _revert(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _revert(self, message: Mapping[str, Any]) -> None:
         """Return from the version that this transaction applied, if it did, to the one before, if that is possible."""
         versions, transaction = self._versions, message["transaction"]
+        applied_by = "" if versions.served is None else versions.served.applied_by
         # When another transaction has begun, its senders may be writing into the memory of the version before.
-        if transaction != self._push.transaction or versions.served is None:
-            return {}
-        if versions.served.applied_by != transaction:
-            return {}
+        if versions.served is None or not transaction == self._push.transaction == applied_by:
+            return
         self._push.end()
         reason = f"version {versions.served.version!r} was reverted"
         if versions.before is not None:
             self._return(reason)
-            return {}
+            return
         self._inconsistent_reason = reason  # stays if `restore` raises
         if self._restore():
             versions.revert()
         self._inconsistent_reason = ""
-        return {}
 
     def _take_lease(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Hold the lease for a pause of the engine, in one worker of it."""
@@ -384,7 +375,7 @@ class Receiver:
         self._lease = PauseLease(message["address"], message["transaction"], message["seconds"])
         return {"lease": [self._lease.endpoint, self._lease.unreachable]}
 
-    def _resolve(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _resolve(self, message: Mapping[str, Any]) -> None:
         """End the transaction of a sender that is gone: nothing of it is applied any more. One that has not begun to
         change weights continues, because its sender may be alive."""
         transaction = message["transaction"]
@@ -393,7 +384,6 @@ class Receiver:
         if self._push.has_begun and self._push.transaction == transaction:
             self._stop_listening()
             self._push.end()
-        return {}
 
     @property
     def _has_own_lease(self) -> bool:
@@ -405,11 +395,10 @@ class Receiver:
             self._lease.end()
             self._lease = None
 
-    def _release_lease(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _release_lease(self, message: Mapping[str, Any]) -> None:
         if message["transaction"] == self._push.transaction:
             self._end_lease()
             self._left_paused = self._left_paused and not message["has_resumed"]
-        return {}
 
     def _state(self, message: Mapping[str, Any]) -> dict[str, Any]:
         served = self._versions.served
@@ -422,7 +411,7 @@ class Receiver:
             "before": None if self._versions.before is None else [self._versions.before.version],
         }
 
-    def _return_to_before(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _return_to_before(self, message: Mapping[str, Any]) -> None:
         """Serve again the version that was served before the last one."""
         versions = self._versions
         if versions.before is None or versions.served is None:
@@ -430,7 +419,6 @@ class Receiver:
         self._check_awake()
         self._push.end()
         self._return(f"version {versions.served.version!r} was rolled back")
-        return {}
 
     def _return(self, reason: str) -> None:
         """Serve the version before. Raises ``EngineError``."""
@@ -438,10 +426,6 @@ class Receiver:
         self._roll_back(reason)
         if self._inconsistent_reason:
             raise EngineError(f"the rollback failed: {self._inconsistent_reason}")
-
-    def _release(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        self.close()
-        return {}
 
     def _current(self, request: str, message: Mapping[str, Any]) -> HeldVersion:
         """Return the version of a push, whose turn the request is."""
@@ -469,27 +453,22 @@ class Receiver:
             )
         return self._holds.hold(message, served)
 
-    def _finish(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """End a stream after all senders have finished."""
-        self._stop_listening()
-        return {}
-
-    _handlers: Mapping[str, Callable[[Receiver, Mapping[str, Any]], dict[str, Any]]] = {
+    _handlers: Mapping[str, Callable[[Receiver, Mapping[str, Any]], dict[str, Any] | None]] = {
         "describe": _describe,
         "prepare": _prepare,
         "join_group": _join_group,
         "verify": _verify,
         "apply": _apply,
         "stream": _stream,
-        "finish": _finish,
+        "finish": lambda self, message: self._stop_listening(),  # all senders of a stream have finished
         "lease": _take_lease,
         "end_lease": _release_lease,
-        "status": lambda self, message: {},
+        "status": lambda self, message: None,
         "resolve": _resolve,
         "revert": _revert,
         "rollback": _return_to_before,
         "state": _state,
-        "release": _release,
+        "release": lambda self, message: self.close(),
         "hold": _hold,
     }
 

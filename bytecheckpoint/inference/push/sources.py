@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgpack
 import torch
 import xxhash
 from torch import nn
@@ -20,7 +19,7 @@ from ...frameworks.sections import resolve_sections
 from ...tensors.geometry import Box
 from ...tensors.shards import Shard, torch_dtype
 from .layout import Write
-from .messages import Table
+from .messages import Table, pack
 
 
 class PushSource(ABC):
@@ -55,8 +54,7 @@ class PushSource(ABC):
     def describe(self) -> bytes:
         """Return a description for the coordinator. Equal descriptions lead to equal plans."""
         held = [(name, *box) for name, box in self.held]
-        packed: bytes = msgpack.packb([self.table.packed, held, sorted(self.pinned)])
-        return packed
+        return pack([self.table.packed, held, sorted(self.pinned)])
 
     def fingerprint(self) -> bytes:
         return xxhash.xxh3_128_digest(self.describe())

@@ -19,6 +19,7 @@ from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from ..layouts.parts import torch_dtype_of
 from .layout import ChunkTarget, Write
+from .messages import pack
 from .quantizer import Quantizer
 from .transports.base import THREADS, Digests, OutgoingChunk, Transport, word_digests, xxh3_digests
 from .transports.cuda_ipc import compute_device, synchronize
@@ -49,8 +50,7 @@ class _Making(NamedTuple):
 
 
 def pack_writes(writes: Sequence[Write]) -> bytes:
-    packed: bytes = msgpack.packb([(write.name, *write.box, write.dtype.name, write.places) for write in writes])
-    return packed
+    return pack([(write.name, *write.box, write.dtype.name, write.places) for write in writes])
 
 
 def unpack_writes(data: bytes) -> list[Write]:

@@ -11,7 +11,7 @@ import msgpack
 
 from ....control.base import Operation
 from ....errors import BytecheckpointError
-from ..messages import FailureResponse
+from ..messages import FailureResponse, pack
 from .base import Engine
 
 _PHASE = "push.colocated"
@@ -57,7 +57,7 @@ class ColocatedEngines(Engine):
     def _on_all(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
         """Return what this method of all ranks' engines returns. Raises the first failure, after all have answered."""
         assert self.op is not None
-        packed = msgpack.packb([method, arguments, options])
+        packed = pack([method, arguments, options])
         self.op.broadcast(_PHASE, packed)
         answers = [msgpack.unpackb(one) for one in self.op.gather(_PHASE, self._answer(packed)) or ()]
         for rank, (_, failure) in enumerate(answers):
@@ -71,5 +71,4 @@ class ColocatedEngines(Engine):
             answer: Any = [getattr(self._own, method)(*arguments, **options), None]
         except BytecheckpointError as error:
             answer = [None, vars(FailureResponse.of(error, serving=""))]
-        answered: bytes = msgpack.packb(answer)
-        return answered
+        return pack(answer)
