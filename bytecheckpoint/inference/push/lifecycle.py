@@ -56,31 +56,27 @@ class PushLifecycle:
 
     def __init__(self) -> None:
         self.transaction = ""
-        self._state = PushState.IDLE
-
-    @property
-    def state(self) -> PushState:
-        return self._state
+        self.state = PushState.IDLE
 
     @property
     def has_begun(self) -> bool:
         """Whether the push may have changed the model, or is about to."""
-        return self._state not in (PushState.IDLE, PushState.RECEIVING, PushState.VERIFIED)
+        return self.state not in (PushState.IDLE, PushState.RECEIVING, PushState.VERIFIED)
 
     @property
     def is_changing(self) -> bool:
         """Whether the engine is about to pause, or to load."""
-        return self._state in _CHANGING.values()
+        return self.state in _CHANGING.values()
 
     def check(self, request: str, transaction: str) -> None:
         """Raise ``EngineError`` if a request comes from an older push, or one that has ended, and ``StateError`` if it
         is not its turn."""
-        if transaction != self.transaction or self._state in (PushState.IDLE, PushState.ENDED):
+        if transaction != self.transaction or self.state in (PushState.IDLE, PushState.ENDED):
             raise EngineError(
                 "this push is over: another one began, or the worker was restarted; nothing was applied, push again"
             )
-        if self._state not in _ACCEPTED[request]:
-            raise StateError(f"the request {request!r} is not its turn: the push is {self._state.name.lower()}")
+        if self.state not in _ACCEPTED[request]:
+            raise StateError(f"the request {request!r} is not its turn: the push is {self.state.name.lower()}")
 
     def begin(self, transaction: str = "") -> None:
         """A push replaces the one before; without a name, there is none."""
@@ -89,16 +85,16 @@ class PushLifecycle:
 
     def change(self) -> None:
         """The engine is about to pause, or to load. Without effect when the push has begun to change the model."""
-        if self._state in _CHANGING:
-            self.move(_CHANGING[self._state])
+        if self.state in _CHANGING:
+            self.move(_CHANGING[self.state])
 
     def end(self) -> None:
         """Nothing of the push is applied any more. Without effect when it has changed nothing, or has ended."""
-        if PushState.ENDED in _TRANSITIONS[self._state]:
+        if PushState.ENDED in _TRANSITIONS[self.state]:
             self.move(PushState.ENDED)
 
     def move(self, to: PushState) -> None:
         """Go to another state."""
-        if to not in _TRANSITIONS[self._state]:
-            raise AssertionError(f"a push cannot go from {self._state.name} to {to.name}")
-        self._state = to
+        if to not in _TRANSITIONS[self.state]:
+            raise AssertionError(f"a push cannot go from {self.state.name} to {to.name}")
+        self.state = to

@@ -191,7 +191,7 @@ class Push:
                     if self.sender.assignment.is_group:
                         transports = self._group_transports(connected)
                     op.gather("push.transports", b"")
-                self.progress.expect(self.sender.nbytes)
+                self.progress.begin("stream" if is_streamed else "write", self.sender.nbytes)
                 with op.phase("push.write"):
                     if is_streamed and self.coordinator:
                         stream = StreamApply(self.coordinator, version)

@@ -272,8 +272,7 @@ class Receiver:
             ring.drain()
         except Exception as error:
             self._push.end()
-            known = isinstance(error, BytecheckpointError)
-            ring.fail(error if known else EngineError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
+            ring.fail(error)
             self._member.leave()  # the other members notice
             self._roll_back(f"version {version.version!r} was only partly applied: {type(error).__name__}: {error}")
             self._stop_listening()  # no `finish` will come
@@ -347,12 +346,12 @@ class Receiver:
     def _revert(self, message: Mapping[str, Any]) -> None:
         """Return from the version that this transaction applied, if it did, to the one before, if that is possible."""
         versions, transaction = self._versions, message["transaction"]
-        applied_by = "" if versions.served is None else versions.served.applied_by
+        served = versions.served
         # When another transaction has begun, its senders may be writing into the memory of the version before.
-        if versions.served is None or not transaction == self._push.transaction == applied_by:
+        if served is None or not transaction == self._push.transaction == served.applied_by:
             return
         self._push.end()
-        reason = f"version {versions.served.version!r} was reverted"
+        reason = f"version {served.version!r} was reverted"
         if versions.before is not None:
             self._return(reason)
             return

@@ -21,13 +21,9 @@ class ProgressReporter:
         self._progress = progress
         self._stage, self._done, self._total = "", 0, 0
 
-    def begin(self, stage: str) -> None:
-        self._stage, self._done, self._total = stage, 0, 0
-        self._report()
-
-    def expect(self, total: int) -> None:
-        """Set the bytes that this stage will write."""
-        self._total = total
+    def begin(self, stage: str, total: int = 0) -> None:
+        """Begin a stage, or what this stage writes: ``total`` bytes."""
+        self._stage, self._done, self._total = stage, 0, total
         self._report()
 
     def add(self, nbytes: int) -> None:

@@ -53,7 +53,7 @@ class VllmModel(EngineModel):
     """An ``EngineModel`` for the model of one worker; builds and loads it with vLLM's own functions."""
 
     def __init__(self, vllm_config: Any, model: nn.Module) -> None:
-        self._config, self._model = vllm_config, model
+        self._config, self.module = vllm_config, model
         self.runner: Any = None  # whose states belong to the weights; None where it is not known
         self.quantized = vllm_config.model_config.quantization is not None
         self.blocks = blocks_of(vllm_config.quant_config)
@@ -64,11 +64,6 @@ class VllmModel(EngineModel):
         self.is_starting = False  # while vLLM loads the model, before it processes weights
         self._last_load: Any = None
         self._ties = _ties(model)
-
-    @property
-    def module(self) -> nn.Module:
-        """The serving model."""
-        return self._model
 
     def make(self) -> nn.Module:
         if self._config.parallel_config.enable_eplb:
@@ -97,7 +92,7 @@ class VllmModel(EngineModel):
     def _untie(self, made: nn.Module) -> None:
         """Bring the model into the state in which a reload loads it: untied parameters on the meta device."""
         # vLLM shares some layers among models (rotary embeddings); those of the serving model are in use.
-        serving = set(self._model.modules())
+        serving = set(self.module.modules())
         for layer in made.modules():
             if layer not in serving:
                 restore_layer_on_meta(layer, get_layerwise_info(layer))
@@ -135,13 +130,13 @@ class VllmModel(EngineModel):
         self._served_own = self._serves_own
         self._serves_own = False
         if self.is_starting:
-            self.run_loader(self._model, weights)
+            self.run_loader(self.module, weights)
             self._note_load()
         else:
             self._reload(self._as_loaded(weights))
 
     def can_replay(self, name: str, layer: nn.Module) -> bool:
-        serving = _layers_of(self._model).get(name)
+        serving = _layers_of(self.module).get(name)
         if serving is None or is_deferred_attention_layer(layer):
             return False
         parameters, buffers = get_layerwise_info(serving).restore_metadata
@@ -165,7 +160,7 @@ class VllmModel(EngineModel):
 
     def _fill(self, replay: Replay, memory: torch.Tensor) -> None:
         """Fill layers, and do with each what a reload does once it has loaded a layer."""
-        layers = _layers_of(self._model)
+        layers = _layers_of(self.module)
         for name in replay:
             info = get_layerwise_info(layers[name])
             materialize_layer(layers[name], info)
@@ -173,44 +168,44 @@ class VllmModel(EngineModel):
             _layerwise_process(layers[name], info)
 
     def _reload(self, weights: Weights, fill: Callable[[], None] = lambda: None) -> None:
-        with set_current_vllm_config(self._config), torch.no_grad(), _rebuilt_kernels(self._model):
-            initialize_layerwise_reload(self._model)
+        with set_current_vllm_config(self._config), torch.no_grad(), _rebuilt_kernels(self.module):
+            initialize_layerwise_reload(self.module)
             try:
                 fill()
-                self._model.load_weights(weights)  # type: ignore[operator]
-                finalize_layerwise_reload(self._model, self._config.model_config)
+                self.module.load_weights(weights)  # type: ignore[operator]
+                finalize_layerwise_reload(self.module, self._config.model_config)
             except BaseException:
                 self._give_up()
                 raise
             finally:
                 self._note_load()
-        keep_adapters(self._model)
+        keep_adapters(self.module)
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.runner, reset):
                 getattr(self.runner, reset)()
 
     def _note_load(self) -> None:
         # Each reload of the model, also vLLM's own, replaces this list.
-        self._last_load = get_layerwise_info(self._model).loaded_weights
+        self._last_load = get_layerwise_info(self.module).loaded_weights
 
     def was_replaced(self) -> bool:
-        return self._last_load is not None and get_layerwise_info(self._model).loaded_weights is not self._last_load
+        return self._last_load is not None and get_layerwise_info(self.module).loaded_weights is not self._last_load
 
     def _give_up(self) -> None:
         """Abort a reload: incomplete layers get their previous tensors back."""
-        for layer in self._model.modules():
+        for layer in self.module.modules():
             info = get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
                 _place_kernel_tensors(layer, info)
             info.reset()
         LOADING_LAYERS.clear()
-        self._model._do_torchao_reload = getattr(self._model, "_original_do_torchao_reload", False)  # type: ignore[assignment]
+        self.module._do_torchao_reload = getattr(self.module, "_original_do_torchao_reload", False)  # type: ignore[assignment]
 
     def restore(self) -> bool:
         loader = get_model_loader(self._config.load_config)
         if not self._served_own or not hasattr(loader, "get_all_weights"):
             return False
-        self._reload(self._with_tied(iter(loader.get_all_weights(self._config.model_config, self._model))))
+        self._reload(self._with_tied(iter(loader.get_all_weights(self._config.model_config, self.module))))
         self._serves_own = True
         return True
 

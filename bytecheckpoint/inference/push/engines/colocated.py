@@ -28,8 +28,7 @@ class ColocatedEngines(Engine):
 
     def __init__(self, own: Engine) -> None:
         self._own, self.resumes = own, own.resumes
-        self.op: Operation | None = None
-        """The current push, on all ranks."""
+        self.op: Operation  # the current push, on all ranks
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         return [text for texts in self._on_all("call", request, timeout_s) for text in texts]
@@ -45,18 +44,15 @@ class ColocatedEngines(Engine):
 
     def serve(self) -> None:
         """On other ranks than 0, do what rank 0 requests of this rank's engine, until its ``dismiss``."""
-        assert self.op is not None
         while (packed := self.op.broadcast(_PHASE, None)) != b"":
             self.op.gather(_PHASE, self._answer(packed))
 
     def dismiss(self) -> None:
         """On rank 0, end ``serve``."""
-        assert self.op is not None
         self.op.broadcast(_PHASE, b"")
 
     def _on_all(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
         """Return what this method of all ranks' engines returns. Raises the first failure, after all have answered."""
-        assert self.op is not None
         packed = pack([method, arguments, options])
         self.op.broadcast(_PHASE, packed)
         answers = [msgpack.unpackb(one) for one in self.op.gather(_PHASE, self._answer(packed)) or ()]

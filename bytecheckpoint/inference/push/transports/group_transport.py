@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgpack
 import torch
 
-from ....errors import BytecheckpointError, EngineError
+from ....errors import EngineError
 from ....runtime.threads import run_daemon
 from ..layout import ArrivedChunk, ChunkTarget, Write
 from ..messages import SenderLost
@@ -131,20 +131,12 @@ class GroupMember(Membership):
             for reception in receptions:
                 _receive(group, rank, ring, reception)
         except Exception as error:  # noqa: BLE001 - the model's thread raises it
-            ring.fail(_known(error))  # before the other members notice: their failures must not hide this one
+            _log.warning("push: receiving from a group ended", exc_info=error)
+            is_lost = isinstance(error, TransportBroken)
+            ring.fail(SenderLost(str(error)) if is_lost else error)  # before others notice: theirs must not hide this
             group.leave()
             if self._group is group:
                 self._group = None
-
-
-def _known(error: Exception) -> BytecheckpointError:
-    """Return what the model's thread raises for an error of the thread that receives."""
-    if isinstance(error, TransportBroken):
-        return SenderLost(str(error))
-    if isinstance(error, BytecheckpointError):
-        return error
-    _log.warning("push: receiving from a group failed", exc_info=error)
-    return EngineError(f"receiving from a group failed: {type(error).__name__}: {error}")
 
 
 def _receive(group: Group, rank: int, ring: RingBuffer, reception: Reception) -> None:

@@ -124,12 +124,13 @@ class RingBuffer(ChunkStore):
             self._memory.close()
             self._aside.clear()
 
-    def fail(self, error: BytecheckpointError) -> None:
-        """Make the loader and all senders raise ``error``. The first failure stays."""
+    def fail(self, error: Exception) -> None:
+        """Make the loader and all senders raise ``error``, or an ``EngineError`` about it. The first failure stays."""
+        known = error if isinstance(error, BytecheckpointError) else EngineError(f"{type(error).__name__}: {error}")
         with self._changed:
             if self._failure is None:
-                self._failure = without_traceback(error)
-                self._server.report_failure(error)
+                self._failure = without_traceback(known)
+                self._server.report_failure(known)
                 self._changed.notify_all()
 
     def sender_failed(self, error: BytecheckpointError) -> None:
