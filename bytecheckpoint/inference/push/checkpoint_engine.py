@@ -29,11 +29,13 @@ from .engine_model import EngineModel
 from .engines.base import split_target
 from .engines.rpc import PauseMode
 from .engines.vllm import HttpEngine
+from .layout import align
 from .messages import decode
 from .receiver import Receiver
 from .transports.cuda_ipc import GPU_PREFIX, visible_gpus
 
 _BUCKET_BYTES = 512 << 20
+_ALIGNMENT_BYTES = 256  # of tensors in a bucket, as checkpoint-engine aligns them
 _PATIENCE = 0.8  # of a sender's deadline: the error of this end names the silent worker, so it must come first
 _UNBOUNDED_S = 7 * 86400.0
 _LATE_S = 5.0
@@ -153,7 +155,7 @@ class _WholeModel(EngineModel):
             )
         named = list(weights)
         sizes = list(map(_room_of, named))
-        nbytes = max(min(align_tensor(self._bucket_bytes), sum(sizes)), max(sizes))
+        nbytes = max(min(align(self._bucket_bytes, _ALIGNMENT_BYTES), sum(sizes)), max(sizes))
         try:
             buckets = Buckets(self._devices, nbytes)
         except (EngineError, RuntimeError) as error:  # torch raises the latter when memory is short
@@ -192,23 +194,13 @@ class _WholeModel(EngineModel):
                 bucket[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
                 place = half * buckets.nbytes + offset
                 rows.append({"name": name, "dtype": tensor.dtype, "shape": tensor.shape, "offset": place})
-                offset += align_tensor(tensor.nbytes)
+                offset += _room_of((name, tensor))
             buckets.publish(half, offset)
-            update.wait()
             update.send(rows)
-        update.wait()
 
 
 def _room_of(named: tuple[str, torch.Tensor]) -> int:
-    return align_tensor(named[1].nbytes)
-
-
-_ALIGNMENT_BYTES = 256  # what checkpoint-engine uses
-
-
-def align_tensor(nbytes: int) -> int:
-    """Round up to the alignment of tensors in a bucket."""
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return align(named[1].nbytes, _ALIGNMENT_BYTES)
 
 
 class Buckets:

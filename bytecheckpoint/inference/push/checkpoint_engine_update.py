@@ -120,7 +120,8 @@ class Update:
             left[0].socket.poll(1000 * _POLL_S, event)
 
     def send(self, message: Any) -> None:
-        """Send a message to all workers, none of which may owe an answer."""
+        """Send a message to all workers, after the answers that they owe."""
+        self.wait()
         self._send_each([message] * len(self._workers))
 
     def _send_each(self, messages: Sequence[Any]) -> None:

@@ -29,9 +29,9 @@ from .messages import pack, pack_parts, unpack_parts
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element size
 
 
-def align(nbytes: int) -> int:
+def align(nbytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
     """Round up to a multiple of the alignment."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-nbytes // alignment) * alignment
 
 
 @dataclass(frozen=True)

@@ -114,11 +114,6 @@ class HeldVersion:
         return ArenaChunks(self.layout, self.memory)
 
     @property
-    def held(self) -> int:
-        """Bytes of host memory."""
-        return self.layout.nbytes if self.arena is not None else 0
-
-    @property
     def digest(self) -> bytes:
         """The digest of all bytes; equal bytes in equal layouts have equal digests."""
         return xxhash.xxh3_128_digest(repr(self.digests).encode())
@@ -155,7 +150,7 @@ class VersionStore:
     @property
     def held(self) -> int:
         """Bytes of host memory."""
-        return sum(version.held for version in self._all)
+        return sum(version.layout.nbytes for version in self._all if version.arena is not None)
 
     @property
     def tokens(self) -> list[str]:
