@@ -61,6 +61,7 @@ for bit.
 - **load, cold**: the files were evicted from the page cache, and mincore(2) confirms that no page remains. Floor: the
   faster of O_DIRECT from 4 threads and one buffered stream.
 - **load, warm**: all files are in the page cache. Floor: *cached read*, `preadv` from one thread into warm memory.
+  Saves and cold loads bypass the page cache, so a second load right after one of them is cold, too.
 - A load fills existing tensors, as resuming requires; a memory map does not count.
 - **memory** is the peak growth of a process and its children, as a share of the state; for saves it includes memory
   that is kept between saves. **CPU** covers all threads and children, in seconds, without the training steps.

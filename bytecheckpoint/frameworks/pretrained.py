@@ -199,7 +199,7 @@ def _read_from(target: SectionTarget, sources: Mapping[str, str]) -> None:
         target.metas.setdefault(source, target.metas.pop(name))
     target.aliases.update({name: sources[one] for name, one in target.aliases.items() if one in sources})
     target.aliases.update(sources)
-    target.shards[:] = [replace(one, fqn=sources.get(one.fqn, one.fqn)) for one in target.shards]
+    target.shards[:] = [replace(one, fqn=sources[one.fqn]) if one.fqn in sources else one for one in target.shards]
 
 
 def _tied_sources(modules: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
