@@ -124,15 +124,15 @@ def sharding_of(spec: DTensorSpec) -> MeshSharding | None:
     )
 
 
-def dtensor_shards(fqn: str, dtensor: DTensor, local: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:
+def dtensor_shards(fqn: str, dtensor: DTensor, local: torch.Tensor) -> tuple[dict[str, BasicMeta], list[Shard]]:
     """Dtype and global shape of a DTensor, and this rank's shards as views of ``local``, its dense local tensor."""
     meta, _ = named_whole(fqn, dtensor.dtype, dtensor.shape)
     boxes = dtensor_boxes(fqn, dtensor)
     if len(boxes) == 1:
         shard = MeshShard.unchecked(fqn, meta, boxes[0].box, local)
         shard.find_place = partial(_place, dtensor)
-        return meta, [shard]
-    return meta, [Shard(fqn, meta, part.box, local[part.local_slices()]) for part in boxes]
+        return {fqn: meta}, [shard]
+    return {fqn: meta}, [Shard(fqn, meta, part.box, local[part.local_slices()]) for part in boxes]
 
 
 @lru_cache(maxsize=1 << 10)

@@ -86,9 +86,7 @@ class Packed:
         fqns = {fqn: shape for fqn, shape in self.layout.fqns.items() if fqn in chosen}
         parts = tuple(part for part in self.layout.parts if part.fqn in chosen)
         layout = self.layout._replace(parts=parts, fqns=fqns)
-        metas, shards = layout.describe(self.local_shard(), chosen.__getitem__)
-        section.metas.update(metas)
-        section.shards.extend(shards)
+        section.add(*layout.describe(self.local_shard(), chosen.__getitem__))
         for first, *others in self.ties:
             name = chosen.get(first)
             section.aliases.update({fqn: name for fqn in (first, *others) if name is not None and fqn != name})
@@ -143,11 +141,9 @@ class ModuleAdapter(Adapter):
                 source.values[_wrapper_path(fqn)] = held.record
                 metas, shards = held.metas, held.shards
             else:
-                meta, shards = tensor_shards(fqn, tensor, kind)
-                metas = {fqn: meta}
+                metas, shards = tensor_shards(fqn, tensor, kind)
             _require_free(metas, source.metas)
-            source.metas.update(metas)
-            source.shards += shards
+            source.add(metas, shards)
             if len(group) > 1:
                 source.aliases.update({one.fqn + name[len(fqn) :]: name for one in group[1:] for name in metas})
             if kind.is_distributed:
@@ -228,8 +224,7 @@ def _add_wrapper_target(target: SectionTarget, group: list[Slot], stored: Stored
     held = held_wrapper(fqn, group[0].tensor)
     if paths[fqn] in stored.values:
         require_same_wrapper(fqn, stored.values[paths[fqn]], held)
-    target.metas.update(held.metas)
-    target.shards.extend(held.shards)
+    target.add(held.metas, held.shards)
     target.aliases.update({name + part[len(fqn) :]: part for name in paths if name != fqn for part in held.metas})
     target.requested_values.add(paths[fqn])
 
@@ -244,8 +239,7 @@ def _add_target(target: SectionTarget, group: list[Slot], context: Context, stor
     # A tensor of another shape is not loaded, so memory for it would stay uninitialized.
     if tensor.is_meta and fqn in stored.metas and stored.metas[fqn].shape == tuple(tensor.shape):
         tensor = materialize(group, context)
-    target.metas[fqn], shards = tensor_shards(fqn, tensor, group[0].kind)
-    target.shards.extend(shards)
+    target.add(*tensor_shards(fqn, tensor, group[0].kind))
     target.aliases.update({name: fqn for name in names if name != fqn})
 
 

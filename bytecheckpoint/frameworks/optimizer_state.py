@@ -20,7 +20,7 @@ from ..errors import StateError, UnserializableError, UnsupportedTensorError
 from ..format.values.types import Container
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
-from ..tensors.shards import Path, SectionSource, Shard, StoredSection
+from ..tensors.shards import Path, SectionSource, SectionTensors, Shard, StoredSection
 from .dtensor import is_dtensor
 from .layout import ParamLayout
 from .optimizer_class import needed_keys
@@ -86,9 +86,7 @@ def lay_out(
                 dense = dense_view(state_name(named.names[0], key), tensor)
                 return layout.describe(dense, lambda fqn: state_name(fqn, key))
     if whole is not None:
-        name = state_name(whole, key)
-        meta, shards = tensor_shards(name, tensor, kind)
-        return {name: meta}, shards
+        return tensor_shards(state_name(whole, key), tensor, kind)
     if named.is_remote:
         return {}, []
     if tensor.ndim and layout is not None and not is_whole(layout):
@@ -98,13 +96,10 @@ def lay_out(
             "describes is unknown, and storing one rank's tensor would lose those of other ranks. Make it a DTensor, "
             "or 0-d if it is the same on every rank"
         )
-    metas: dict[str, BasicMeta] = {}
-    shards = []
+    found = SectionTensors()
     for fqn in named.names:
-        name = state_name(fqn, key)
-        metas[name], more = tensor_shards(name, tensor, kind)
-        shards.extend(more)
-    return metas, shards
+        found.add(*tensor_shards(state_name(fqn, key), tensor, kind))
+    return found.metas, found.shards
 
 
 def lay_out_wrapper(named: NamedParam, key: str, tensor: torch.Tensor) -> HeldWrapper:
@@ -209,8 +204,7 @@ def capture_state(named: NamedParam, source: SectionSource, *, compare: bool) ->
         metas, shards = lay_out(named, key, value, kind)
         if not source.metas.keys().isdisjoint(metas):
             raise StateError(f"{where}: two state tensors are named {key!r}; rename one of them")
-        source.metas.update(metas)
-        source.shards += shards
+        source.add(metas, shards)
         if not compare or kind.is_distributed:
             return
         if value.ndim and all(type(shard) is Shard for shard in shards):
@@ -234,8 +228,7 @@ def capture_state(named: NamedParam, source: SectionSource, *, compare: bool) ->
             kind = tensor_kind(value)
             if kind.is_wrapper:
                 held = lay_out_wrapper(named, key, value)
-                source.metas.update(held.metas)
-                source.shards.extend(held.shards)
+                source.add(held.metas, held.shards)
                 source.values[state_path(named.names[0], key)] = wrapper_entry(held)
             elif not kind.is_dtensor or not _may_differ(named, value):
                 add(key, value, kind)

@@ -134,14 +134,11 @@ class StateFiller:
             self.target.requested_values.update(state_path(fqn, key) for fqn in named.names)
 
     def _add_tensor(self, named: NamedParam, key: str, tensor: torch.Tensor) -> None:
-        metas, shards = lay_out(named, key, tensor)
-        self.target.metas.update(metas)
-        self.target.shards.extend(shards)
+        self.target.add(*lay_out(named, key, tensor))
 
     def _add_wrapper(self, named: NamedParam, key: str, tensor: torch.Tensor) -> HeldWrapper:
         held = lay_out_wrapper(named, key, tensor)
-        self.target.metas.update(held.metas)
-        self.target.shards.extend(held.shards)
+        self.target.add(held.metas, held.shards)
         self.target.requested_values.add(state_path(named.names[0], key))
         return held
 
@@ -177,8 +174,7 @@ class StateFiller:
         for fqn, meta in requested.items():
             name = state_name(fqn, key)
             room = torch.zeros(meta.shape, dtype=torch_dtype(meta))
-            self.target.metas[name], shards = tensor_shards(name, room)
-            self.target.shards.extend(shards)
+            self.target.add(*tensor_shards(name, room))
             if fqn in stored:
                 loaded[name] = room
         paths = [state_path(fqn, key) for fqn in named.names if fqn not in requested]

@@ -171,8 +171,7 @@ class StoredStateDict:
             apply=apply,
         )
         for name, room in self._rooms.items():
-            result.metas[name], shards = tensor_shards(name, room)
-            result.shards.extend(shards)
+            result.add(*tensor_shards(name, room))
         return result
 
     # ------------------------------------------------------------------------------------------------------ contents

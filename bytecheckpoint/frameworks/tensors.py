@@ -65,8 +65,10 @@ def tensor_kind(tensor: object) -> TensorKind:
     return _WRAPPER if is_wrapper else _OTHER
 
 
-def tensor_shards(fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None) -> tuple[BasicMeta, list[Shard]]:
-    """Dtype and global shape of a tensor, and its local shards: the tensor itself, or views of its memory.
+def tensor_shards(
+    fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None
+) -> tuple[dict[str, BasicMeta], list[Shard]]:
+    """Dtype and global shape of a tensor by its name, and its local shards: the tensor itself, or views of its memory.
 
     A plain tensor is one whole box, a replica on every rank. Makes no copy and runs no collective. A meta tensor yields
     meta shards; the caller decides whether that is an error. Pass the ``kind`` if it is known. No shard requires a
@@ -79,7 +81,7 @@ def tensor_shards(fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None
         return _sharded_tensor_shards(fqn, tensor)
     dense = _dense(fqn, tensor)
     meta, box = named_whole(fqn, dense.dtype, dense.shape)
-    return meta, [Shard.unchecked(fqn, meta, box, dense)]
+    return {fqn: meta}, [Shard.unchecked(fqn, meta, box, dense)]
 
 
 def describe_plain(
@@ -196,7 +198,7 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _sharded_tensor_shards(fqn: str, tensor: Any) -> tuple[BasicMeta, list[Shard]]:
+def _sharded_tensor_shards(fqn: str, tensor: Any) -> tuple[dict[str, BasicMeta], list[Shard]]:
     meta, _ = named_whole(fqn, tensor.dtype, tensor.size())
     shards: list[Shard] = [
         IrregularShard(
@@ -207,4 +209,4 @@ def _sharded_tensor_shards(fqn: str, tensor: Any) -> tuple[BasicMeta, list[Shard
         )
         for local in tensor.local_shards()
     ]
-    return meta, shards
+    return {fqn: meta}, shards

@@ -89,8 +89,7 @@ class Capture:
         addresses, shards = described
         self._memory.add(addresses, names, tensors)
         self.paths.update(zip(names, [(*path, key) for key in node], strict=True))
-        self.source.metas.update((shard.fqn, shard.meta) for shard in shards)
-        self.source.shards += shards
+        self.source.add({shard.fqn: shard.meta for shard in shards}, shards)
         if self.context.world_size > 1:
             self.source.digests.update((shard.fqn, tensor_digest(shard.meta, shard.tensor)) for shard in shards)
         return True
@@ -122,13 +121,12 @@ class Capture:
         if first is not None:
             self.source.aliases[fqn] = first
             return
-        meta, shards = tensor_shards(fqn, tensor, kind)
-        self.source.metas[fqn] = meta
-        self.source.shards += shards
+        metas, shards = tensor_shards(fqn, tensor, kind)
+        self.source.add(metas, shards)
         if own:
             self.source.per_rank.add(fqn)
         elif self.context.world_size > 1 and not kind.is_distributed:
-            self.source.digests[fqn] = tensor_digest(meta, shards[0].tensor)
+            self.source.digests[fqn] = tensor_digest(metas[fqn], shards[0].tensor)
 
     def _where(self, path: Path) -> str:
         return path_name((self.context.section, *path))

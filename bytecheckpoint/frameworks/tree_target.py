@@ -87,7 +87,7 @@ class TreeBuilder:
         """New memory for a stored tensor, like ``template``; None, and a missing name, if it is not stored."""
         if fqn not in self.stored.metas:
             if template is not None:
-                self.target.metas[fqn] = tensor_shards(fqn, template)[0]
+                self.target.add(tensor_shards(fqn, template)[0], ())
             return None
         room = self._room(fqn, template, in_place=False)
         self._fill(fqn, room)
@@ -142,8 +142,7 @@ class TreeBuilder:
         if described is None:
             return False
         self._memory.add(described[0], names, tensors)
-        self.target.metas.update((shard.fqn, shard.meta) for shard in described[1])
-        self.target.shards.extend(described[1])
+        self.target.add({shard.fqn: shard.meta for shard in described[1]}, described[1])
         if skip:
             self.target.optional.update(names)
         return True
@@ -239,9 +238,8 @@ class TreeBuilder:
             )
 
     def _fill(self, fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None) -> None:
-        self.target.metas[fqn], shards = tensor_shards(fqn, tensor, kind)
-        if not tensor.is_meta:
-            self.target.shards.extend(shards)
+        metas, shards = tensor_shards(fqn, tensor, kind)
+        self.target.add(metas, () if tensor.is_meta else shards)
 
     def _stateful(self, node: Any, path: Path, *, skip: bool) -> Restore:
         """Load the stored state with whatever keys it has; the object must accept states that grow or shrink."""
@@ -385,4 +383,4 @@ class _Template(Capture):
 
     def _tensor(self, tensor: torch.Tensor, path: Path, *, own: bool) -> None:
         self.tensors[path] = tensor
-        self.source.metas[path_name(path)] = tensor_shards(path_name(path), tensor)[0]
+        self.source.add(tensor_shards(path_name(path), tensor)[0], ())

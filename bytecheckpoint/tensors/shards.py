@@ -181,7 +181,25 @@ class MeshShard(Shard):
 
 
 @dataclass
-class SectionSource:
+class SectionTensors:
+    """What this rank has to do with the tensors of a section.
+
+    Attributes:
+        metas: Every tensor by name, including those of which this rank holds no element.
+        shards: The shards of this rank. Each name is a key of ``metas``.
+    """
+
+    metas: dict[str, BasicMeta] = field(default_factory=dict)
+    shards: list[Shard] = field(default_factory=list)
+
+    def add(self, metas: Mapping[str, BasicMeta], shards: Iterable[Shard]) -> None:
+        """Add tensors, with this rank's shards of them."""
+        self.metas.update(metas)
+        self.shards.extend(shards)
+
+
+@dataclass
+class SectionSource(SectionTensors):
     """One section of the state, ready to save: what an adapter's ``capture`` returns.
 
     Attributes:
@@ -203,8 +221,6 @@ class SectionSource:
             because the caller saves only what is trained (``Context.trainable_only``).
     """
 
-    metas: dict[str, BasicMeta] = field(default_factory=dict)
-    shards: list[Shard] = field(default_factory=list)
     values: dict[Path, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     per_rank: set[str | Path] = field(default_factory=set)
@@ -276,7 +292,7 @@ class StoredSection:
 
 
 @dataclass
-class SectionTarget:
+class SectionTarget(SectionTensors):
     """Where one section's bytes and values go: what an adapter's ``target`` returns.
 
     Attributes:
@@ -300,8 +316,6 @@ class SectionTarget:
             and verified.
     """
 
-    metas: dict[str, BasicMeta] = field(default_factory=dict)
-    shards: list[Shard] = field(default_factory=list)
     requested_values: set[Path] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
     optional: set[str | Path] = field(default_factory=set)

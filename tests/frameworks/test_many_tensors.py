@@ -49,8 +49,9 @@ def test_a_reserved_name_among_plain_ones_is_found() -> None:
 
 def test_tensors_of_one_shape_share_only_their_description() -> None:
     first, second = torch.zeros(2, 3), torch.ones(2, 3)
-    (meta, [one]), (other, [two]) = tensor_shards("a", first), tensor_shards("b", second)
-    assert meta == other
+    (metas, [one]), (others, [two]) = tensor_shards("a", first), tensor_shards("b", second)
+    meta = metas["a"]
+    assert meta == others["b"]
     assert one.box == two.box == Box.whole((2, 3))
     assert (one.fqn, two.fqn) == ("a", "b")
     assert one.tensor.data_ptr() == first.data_ptr()

@@ -102,11 +102,11 @@ def _places(rank: int, world_size: int) -> list[tuple[Any, Any, Any, Any]]:
     ]
     found: list[tuple[Any, Any, Any, Any]] = []
     for tensor in tensors:
-        meta, (shard,) = tensor_shards("x", tensor)
+        metas, (shard,) = tensor_shards("x", tensor)
         assert isinstance(shard, MeshShard)
         place = shard.find_place()
         assert place is not None
-        found.append((place.layout, place.coordinate, meta.shape, tuple(shard.box)))
+        found.append((place.layout, place.coordinate, metas["x"].shape, tuple(shard.box)))
     return found
 
 

@@ -69,9 +69,8 @@ class MegatronModelAdapter(Adapter):
                 )
             layout, memory = _held(where, found)
             metas, described = layout.describe(memory, str)
-            source.metas.update(metas)
             # A copy of a tied embedding may be on the same rank.
-            source.shards.extend(shard for shard in described if (shard.fqn, shard.box) not in held)
+            source.add(metas, [shard for shard in described if (shard.fqn, shard.box) not in held])
             held.update((shard.fqn, shard.box) for shard in described)
             if not isinstance(tensor, nn.Parameter):
                 source.pinned.update(metas)
@@ -93,8 +92,7 @@ class MegatronModelAdapter(Adapter):
                 )
             layout, memory = _held(where, found)
             metas, described = layout.describe(memory, str)
-            target.metas.update(metas)
-            target.shards.extend(described)
+            target.add(metas, described)
             if has_no_dense_memory(found.tensor):
                 steps.append(partial(_copy_in, found.tensor, memory))
             if layout.ends_with_padding:
