@@ -31,9 +31,8 @@ from .rules import Rules
 from .runtime import DEFAULT_DEADLINE_S
 from .runtime.arguments import ARGUMENTS, check_arguments, deadline_of
 from .saving.engine import DEFAULT_MERGE_MEMORY_BYTES, SaveEngine
-from .saving.failures import FailedSaves
 from .saving.gating import pass_gates
-from .saving.handle import SaveHandle
+from .saving.handle import FailedSaves, SaveHandle
 from .saving.options import SaveOptions, SaveRequest
 from .saving.protocol import save, warm_up
 from .telemetry.trace_files import TraceFiles
