@@ -13,13 +13,12 @@ from torch.distributed import distributed_c10d
 
 from ..errors import ControlError
 from ..runtime.threads import before_exit
-from .base import Communicator
+from .base import Communicator, SingleProcess
 from .network import Network
 from .operation import SocketOperation
 from .peers import PeerIdentity
 from .rendezvous import connect_ranks
 from .router import Router
-from .single import SingleProcess
 from .timings import LINGER_S
 from .tree import Tree
 

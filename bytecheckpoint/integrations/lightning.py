@@ -20,7 +20,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import Location, Tier
 from ..checkpoint.nearest import open_tier
 from ..checkpointer import Checkpointer
-from ..control.single import SingleProcess
+from ..control.base import SingleProcess
 from ..convert.copy import remove
 from ..errors import BytecheckpointError, CheckpointNotFoundError, NotACheckpointError
 from ..frameworks.data_loader import DataLoaderState, OnLoaderResize

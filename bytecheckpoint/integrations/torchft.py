@@ -22,8 +22,8 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from ..checkpointer import Checkpointer
 from ..control.acceptor import Acceptor
+from ..control.base import SingleProcess
 from ..control.connections import Endpoint, Wait, at_most, close_when_connected, dial, receive, receive_into, send
-from ..control.single import SingleProcess
 from ..errors import ControlError, DeadlineError, MismatchError, UsageError
 from ..frameworks.dtensor import dtensor_around, dtensor_boxes, is_dtensor, local_tensor
 from ..storage_backends.memory import MemoryBackend

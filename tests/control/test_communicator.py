@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from leak_watch import threads_left
 
+from bytecheckpoint.control.base import SingleProcess
 from bytecheckpoint.control.communicator import SocketCommunicator, current_communicator
 from bytecheckpoint.control.peers import PeerIdentity
-from bytecheckpoint.control.single import SingleProcess
 from bytecheckpoint.errors import (
     ControlError,
     DeadlineError,

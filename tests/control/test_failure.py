@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from bytecheckpoint import errors
+from bytecheckpoint.control.base import SingleProcess
 from bytecheckpoint.control.failure import FailureRecord
 from bytecheckpoint.control.peers import PeerIdentity
-from bytecheckpoint.control.single import SingleProcess
 from bytecheckpoint.errors import (
     BytecheckpointError,
     CorruptionError,

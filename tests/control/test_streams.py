@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 from leak_watch import held_now, left_since
 
+from bytecheckpoint.control.base import SingleProcess
 from bytecheckpoint.control.communicator import SocketCommunicator, current_communicator
 from bytecheckpoint.control.peers import PeerIdentity
-from bytecheckpoint.control.single import SingleProcess
 from bytecheckpoint.errors import BytecheckpointError, DeadlineError, RankFailedError
 from bytecheckpoint.testing import time_limit
 

@@ -17,8 +17,7 @@ from rank_plans import plan_save, rank_plan
 from safetensors.torch import load as load_safetensors
 from sampling import examples
 
-from bytecheckpoint.control.base import Streams
-from bytecheckpoint.control.single import SingleOperation
+from bytecheckpoint.control.base import SingleOperation, Streams
 from bytecheckpoint.engine import writing
 from bytecheckpoint.engine.checksums import ChunkHasher
 from bytecheckpoint.engine.files import tensor_image

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytecheckpoint.control.single import SingleOperation
+from bytecheckpoint.control.base import SingleOperation
 from bytecheckpoint.errors import DeadlineError
 from bytecheckpoint.manager.coordinator import agree_on_last_save
 

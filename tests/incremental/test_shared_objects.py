@@ -33,8 +33,7 @@ from bytecheckpoint.checkpoint import manifest_file, sweep
 from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt
 from bytecheckpoint.checkpoint.lease import LEASE_KEY, hold_root
 from bytecheckpoint.checkpointer import session_of
-from bytecheckpoint.control.base import Operation
-from bytecheckpoint.control.single import SingleOperation
+from bytecheckpoint.control.base import Operation, SingleOperation
 from bytecheckpoint.convert.copy import copy, remove
 from bytecheckpoint.engine.objects import OBJECTS
 from bytecheckpoint.errors import CorruptionError, RootInUseError, StorageError, StorageFullError, UsageError

@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.control.base import Operation
+from bytecheckpoint.control.base import Operation, SingleProcess
 from bytecheckpoint.control.communicator import current_communicator
-from bytecheckpoint.control.single import SingleProcess
 from bytecheckpoint.errors import CorruptionError, NameNotFoundError
 from bytecheckpoint.inference.delivery import DeliveryReport, StoredWeights
 from bytecheckpoint.testing import time_limit

@@ -20,7 +20,7 @@ from sorted_arguments import managing
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint.lease import LeaseRecord
-from bytecheckpoint.control.single import SingleProcess
+from bytecheckpoint.control.base import SingleProcess
 from bytecheckpoint.errors import RootInUseError, StorageError
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool

@@ -13,7 +13,7 @@ pytest.importorskip("s3fs")
 from s3_faults import Exchange, FaultProxy, fault_proxy
 
 import bytecheckpoint as bcp
-from bytecheckpoint.control.single import SingleProcess
+from bytecheckpoint.control.base import SingleProcess
 from bytecheckpoint.errors import CommitUnknownError, KeyChangedError, KeyExistsError, StorageError
 from bytecheckpoint.storage_backends import Conditions, StorageBackend, open_backend
 from bytecheckpoint.storage_backends.s3.client import is_known_endpoint

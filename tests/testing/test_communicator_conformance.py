@@ -9,9 +9,8 @@ import pytest
 import torch.distributed as dist
 from communicator_tests import CommunicatorConformance
 
-from bytecheckpoint.control.base import Communicator
+from bytecheckpoint.control.base import Communicator, SingleProcess
 from bytecheckpoint.control.communicator import SocketCommunicator
-from bytecheckpoint.control.single import SingleProcess
 from bytecheckpoint.testing import time_limit
 
 

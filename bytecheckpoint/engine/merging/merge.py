@@ -18,8 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...control.base import Operation, Streams
-from ...control.single import NoStreams
+from ...control.base import NoStreams, Operation, Streams
 from ...errors import ControlError
 from ...format.safetensors import HeaderEntry, build_header
 from ...planners.gather_share import FragmentSlices, GatherShare

@@ -15,8 +15,7 @@ from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...control.base import Operation
-from ...control.single import SingleProcess
+from ...control.base import Operation, SingleProcess
 from ...errors import BytecheckpointError, EngineError
 from ..push.engines.base import Engine
 from ..push.engines.colocated import ColocatedEngines
