@@ -42,9 +42,8 @@ def find_models(state: Mapping[str, Any], options: SaveRequest) -> list[StoredMo
     """Return the sections that are modules or lists of modules, and the section ``model``."""
     found = []
     for name, obj in sorted(state.items()):
-        parts = obj if isinstance(obj, (list, tuple)) else [obj]
-        modules = [part for part in parts if isinstance(part, nn.Module)]
-        if name == "model" or (modules and len(modules) == len(parts)):
+        modules = modules_of(obj)
+        if name == "model" or modules:
             is_whole = options.layout == "whole" and options.stores_all_of(name)
             config = next((c for m in modules if is_whole and (c := _config(m)) is not None), None)
             adapter = next((c for m in modules if (c := _adapter_config(m)) is not None), None)

@@ -16,6 +16,7 @@ from sorted_arguments import saving
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
 
 import bytecheckpoint as bcp
 from bytecheckpoint.convert.reshard import reshard
@@ -116,6 +117,18 @@ def test_the_directory_holds_a_model(pool: RankPool, tmp_path: Path, kind: str) 
     model = Tied(5)
     bcp.load(path, {"model": model})
     assert torch.equal(model.head.weight, expected["embedding.weight"])
+
+
+def _save_stage(rank: int, world_size: int, path: str) -> None:
+    part = nn.ModuleDict({f"layer{rank}": nn.Linear(2, 2)})
+    stage = PipelineStage(part, rank, world_size, torch.device("cpu"), input_args=(torch.ones(1, 2),))
+    bcp.save(path, {"model": Tied(1), "critic": stage}, options=bcp.SaveOptions(layout="whole"))
+
+
+def test_a_pipeline_stage_is_a_model(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_save_stage, str(tmp_path))
+    index = json.loads(Path(bcp.open(tmp_path).model_directory or "", "critic.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == ["layer0.bias", "layer0.weight", "layer1.bias", "layer1.weight"]
 
 
 def _save_plain(path: Path, **more: Any) -> bcp.Checkpoint:
