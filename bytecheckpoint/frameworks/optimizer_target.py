@@ -182,11 +182,6 @@ class StateFiller:
         where = state_name(named.names[0], key)
 
         def put(arrived: _Values) -> None:
-            if len(loaded) == 1 and not paths and isinstance(existing, torch.Tensor):
-                (arrived_tensor,) = loaded.values()
-                if arrived_tensor.dtype == existing.dtype:
-                    named.own_state()[key] = existing.copy_(arrived_tensor.view(existing.shape))
-                    return
             found: dict[str, Any] = {name: tensor.item() for name, tensor in loaded.items()}
             found.update({".".join(map(str, path)): arrived[path] for path in paths if path in arrived})
             if not found:
