@@ -129,17 +129,18 @@ def resolve_sections(
     """Find an adapter for every section. Sections are in the order of their names. Raises ``UnknownObjectError``."""
     notes: list[str] = []
     resumed: dict[str, tuple[str, str]] = {}
-    adapters = {name: find_adapter(state[name], framework, section=name) for name in sorted(state)}
+    objects = {name: state[name] for name in state}  # once: the state may make them for each access
+    adapters = {name: find_adapter(objects[name], framework, section=name) for name in sorted(objects)}
 
     def layouts_of(obj: Any) -> Mapping[int, ParamLayout]:
-        name = next(name for name in adapters if state[name] is obj)
+        name = next(name for name in adapters if objects[name] is obj)
         return adapters[name].parameter_layouts(obj)
 
     sections = []
     for name, adapter in adapters.items():
         context = Context(
             name,
-            state,
+            objects,
             rank=rank,
             world_size=world_size,
             allow_pickle=allow_pickle,
@@ -149,7 +150,7 @@ def resolve_sections(
             notes=notes,
             resumed=resumed,
         )
-        sections.append(Section(name, state[name], adapter, context))
+        sections.append(Section(name, objects[name], adapter, context))
     return sections
 
 

@@ -181,3 +181,17 @@ def test_ranks_restore_their_own_late_state(rank_pool: RankPool, tmp_path: Path)
     assert found[0][0] == found[0][1]
     assert found[1][0] == found[1][1]
     assert found[0][0] != found[1][0]
+
+
+def test_a_function_may_make_its_objects_each_time(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    app = AppState(lambda: {"optimizer": [optimizer], "model": [model]})
+    bcp.save(tmp_path / "c", app)
+    expected = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    optimizer.param_groups[0]["lr"] = 0.0
+    bcp.load(tmp_path / "c", app)
+    assert torch.equal(model.weight, expected)
+    assert optimizer.param_groups[0]["lr"] == 0.5
