@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,9 +25,9 @@ from .sources import PushSource
 from .transports.base import Transport, TransportBroken
 from .transports.group import Group, GroupAddress
 from .transports.group_transport import GroupTransport
-from .transports.tcp import TcpTransport
 
 T = TypeVar("T")
+Transports = Mapping[int, Transport]  # by target
 
 ENGINE_SHARE = 0.7
 """The share of the deadline for waits on engines, so that their errors are known before the ranks' own deadlines."""
@@ -183,23 +183,23 @@ class Push:
         op, stream = self.op, None
         try:
             with ExitStack() as stack:
-                transports, connected = self._open_transports(stack)
+                transports = opened = self._open_transports(stack)
                 quantizer = self._quantizer()
                 if is_streamed:
                     with op.phase("push.check"):
                         self.sender.check_before_stream(self._source)
                     if self.sender.assignment.is_group:
-                        transports = self._group_transports(connected)
+                        transports = self._group_transports(opened)
                     op.gather("push.transports", b"")
                 self.progress.begin("stream" if is_streamed else "write", self.sender.nbytes)
                 with op.phase("push.write"):
                     if is_streamed and self.coordinator:
                         stream = StreamApply(self.coordinator, version)
-                    message = self._write(quantizer, transports, connected)
+                    message = self._write(quantizer, transports, opened)
                 gathered = op.gather("push.write", message) or ()
                 if is_streamed:
                     with op.phase("push.apply"):
-                        self._end_stream(gathered, connected, stream)
+                        self._end_stream(gathered, opened, stream)
                 return gathered
         except BaseException as error:
             self.sender.group.leave()  # other members may be waiting for this one
@@ -207,9 +207,7 @@ class Push:
                 stream.explain(error)
             raise
 
-    def _end_stream(
-        self, gathered: Sequence[bytes], rings: dict[int, TcpTransport], stream: StreamApply | None
-    ) -> None:
+    def _end_stream(self, gathered: Sequence[bytes], rings: Transports, stream: StreamApply | None) -> None:
         broken = _first_broken(gathered)
         if self.sender.assignment.is_group:
             for ring in rings.values():
@@ -219,17 +217,15 @@ class Push:
         if stream is not None:
             stream.end(broken)
 
-    def _write(
-        self, quantizer: Quantizer, transports: dict[int, Transport], connected: dict[int, TcpTransport]
-    ) -> bytes:
+    def _write(self, quantizer: Quantizer, transports: Transports, opened: Transports) -> bytes:
         """Return for rank 0, packed: None and the digests of the chunks, or the failure of the stream."""
         outcome: list[Any]
         try:
             outcome = [None, self.sender.write(quantizer, transports, self.op.check, self.progress.add)]
         except TransportBroken as error:
             self.sender.group.leave()
-            for ring in connected.values():
-                ring.interrupt()  # makes the workers that still wait notice
+            for one in opened.values():
+                one.interrupt()  # makes the workers that still wait notice
             outcome = [error.is_late, str(error)]
         return pack(outcome)
 
@@ -247,23 +243,16 @@ class Push:
             quantizer.set_maxima(maxima)
         return quantizer
 
-    def _open_transports(self, stack: ExitStack) -> tuple[dict[int, Transport], dict[int, TcpTransport]]:
-        """Open a transport to every target of this sender. Returns all of them, and those of TCP.
+    def _open_transports(self, stack: ExitStack) -> Transports:
+        """Open a transport to every target of this sender.
 
         With a group, chunks do not use them: rank 0 connects to all workers, and both ends notice each other's failure.
         """
         targets: Sequence[int] = self.sender.targets
         if self.sender.assignment.is_group:
             targets = range(len(self.sender.assignment.rings)) if self.coordinator else ()
-        transports: dict[int, Transport] = {}
-        connected: dict[int, TcpTransport] = {}
         with self.op.phase("push.transports"):
-            for target, transport in self.sender.open(targets):
-                transports[target] = transport
-                if isinstance(transport, TcpTransport):
-                    connected[target] = transport
-                    stack.callback(transport.close)
-        return transports, connected
+            return self.sender.open(targets, stack)
 
     def _join_group(self) -> Group:
         op, sender, coordinator = self.op, self.sender, self.coordinator
@@ -282,7 +271,7 @@ class Push:
                 workers.result()
         return group
 
-    def _group_transports(self, rings: dict[int, TcpTransport]) -> dict[int, Transport]:
+    def _group_transports(self, rings: Transports) -> Transports:
         group = self._join_group()
 
         def check() -> None:

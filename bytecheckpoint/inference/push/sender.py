@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -72,34 +73,34 @@ class Sender:
         plain["arenas"] = [address and ArenaAddress(*address) for address in plain["arenas"]]
         self.assignment = PushAssignment(**plain)
 
-    def open(self, targets: Iterable[int]) -> Iterator[tuple[int, Transport]]:
-        """Yield a transport to each target: into an arena that this process can map, or by TCP to a ring buffer or to
-        another arena. Raises ``EngineError``.
+    def open(self, targets: Iterable[int], stack: ExitStack) -> dict[int, Transport]:
+        """Return a transport to each target: into an arena that this process can map, or by TCP to a ring buffer or to
+        another arena, until the ``stack`` ends. Raises ``EngineError``.
 
         Mappings are kept for as long as the worker keeps the arena: the first write to each page of a new mapping costs
         as much as the copy itself.
         """
         given = self.assignment
+        found: dict[int, Transport] = {}
         for token in self._mapped.keys() - set(given.tokens):
             self._mapped.pop(token).close()
         for target in targets:
             address = None if self.tcp_only else given.arenas[target]
-            mapped = None
             if address is not None and not given.rings:
                 if address.token not in self._mapped and (memory := attach(address)) is not None:
                     self._mapped[address.token] = SharedMemoryTransport(memory)
-                mapped = self._mapped.get(address.token)
-            yield (
-                target,
-                mapped
-                or TcpTransport(
-                    Endpoint(*given.endpoints[target]),
-                    self.deadline_s,
-                    slots=given.rings[target][0] if given.rings else None,
-                    memory=address,
-                    on_device=given.on_device,
-                ),
+                if address.token in self._mapped:
+                    found[target] = self._mapped[address.token]
+                    continue
+            found[target] = TcpTransport(
+                Endpoint(*given.endpoints[target]),
+                self.deadline_s,
+                slots=given.rings[target][0] if given.rings else None,
+                memory=address,
+                on_device=given.on_device,
             )
+            stack.callback(found[target].close)
+        return found
 
     def check_before_stream(self, source: PushSource) -> None:
         """Check the values, as they will be sent, before an engine loads the first of them."""

@@ -52,6 +52,9 @@ class Transport(ABC):
         """Whether ``write`` would deliver a chunk to these places without waiting for room."""
         return True
 
+    def check(self) -> None:  # noqa: B027 - for transports whose other end reports nothing
+        """Raise the failure that the other end has reported, if any."""
+
     def finish(self) -> None:  # noqa: B027 - for transports that deliver within `write`
         """Return when all data has arrived. Raises ``DeadlineError`` or ``EngineError``."""
 
