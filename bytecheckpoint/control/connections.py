@@ -21,6 +21,7 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import json
 import logging
 import secrets
 import select
@@ -62,6 +63,15 @@ class Endpoint(NamedTuple):
     addresses: Sequence[str]
     port: int
     key: bytes
+
+    def text(self) -> str:
+        """Return it as text, with the key, for ``of_text`` in another process."""
+        return json.dumps([list(self.addresses), self.port, self.key.hex()])
+
+    @classmethod
+    def of_text(cls, text: str) -> Endpoint:
+        addresses, port, key = json.loads(text)
+        return cls(addresses, port, bytes.fromhex(key))
 
 
 def new_key() -> bytes:

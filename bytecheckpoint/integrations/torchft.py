@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import struct
@@ -78,8 +77,7 @@ class BcpTransport(CheckpointTransport[Any]):
 
     def metadata(self) -> str:
         """Return where this rank listens, with the key."""
-        addresses, port, key = self._server.endpoint
-        return json.dumps([list(addresses), port, key.hex()])
+        return self._server.endpoint.text()
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
         """Copy the state, and serve it to receivers that ask for this step, until ``disallow_checkpoint``.
@@ -136,10 +134,9 @@ class BcpTransport(CheckpointTransport[Any]):
         self._checkpointer.close()
 
     def _fetch(self, rank: int, metadata: str, step: int, limit_s: float, into: MemoryBackend) -> None:
-        addresses, port, key = json.loads(metadata)
-        end = time.monotonic() + limit_s
+        end, endpoint = time.monotonic() + limit_s, Endpoint.of_text(metadata)
         try:
-            with self._server.connect(Endpoint(addresses, port, bytes.fromhex(key)), limit_s) as connection:
+            with self._server.connect(endpoint, limit_s) as connection:
                 wait = _until(end)
                 send(connection, _REQUEST.pack(step), wait)
                 is_there, length = _REPLY.unpack(receive(connection, _REPLY.size, wait))
@@ -158,7 +155,8 @@ class BcpTransport(CheckpointTransport[Any]):
                         writer.complete()
         except OSError as error:
             if time.monotonic() < end:
-                raise ControlError(f"receiving step {step} from rank {rank}, port {port}, failed: {error}") from error
+                where = f"rank {rank}, port {endpoint.port}"
+                raise ControlError(f"receiving step {step} from {where}, failed: {error}") from error
             raise DeadlineError(f"timed out after {limit_s:g} s: step {step} from rank {rank}: {error}") from error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import select
 import socket
 import struct
@@ -63,10 +62,10 @@ class BcpCheckpointEngine(CheckpointEngine):
         if self._is_master:
             return ""
         listener, self._accepted = listen(), Future()
-        addresses, port, key = all_addresses(), listener.getsockname()[1], new_key()
+        endpoint = Endpoint(all_addresses(), listener.getsockname()[1], new_key())
         self._accepting, accepted = LoopThread("bcp-verl-accept"), self._accepted
-        self._accepting.submit(accept(listener, key, lambda _, connection: accepted.set_result(connection)))
-        return json.dumps([addresses, port, key.hex()])
+        self._accepting.submit(accept(listener, endpoint.key, lambda _, connection: accepted.set_result(connection)))
+        return endpoint.text()
 
     @classmethod
     def build_topology(
@@ -84,8 +83,7 @@ class BcpCheckpointEngine(CheckpointEngine):
         """Connect to the next process of the chain. Actors without a name are not in it. Raises ``EngineError``."""
         self._name, self._source, self._target = name, source, target
         if target:
-            addresses, port, key = json.loads(address)
-            self._outgoing = connect(Endpoint(addresses, port, bytes.fromhex(key)))
+            self._outgoing = connect(Endpoint.of_text(address))
         elif not name:
             self.finalize()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bytecheckpoint.control.connections import Endpoint
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push.engines.rpc import post_answer
 from bytecheckpoint.inference.push.engines.vllm import HttpEngine
@@ -20,7 +21,7 @@ class _Engine(HttpEngine):
 
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1")
-        self.requests: list[dict[str, Any]] = []
+        self.requests: list[str] = []
         self.late: Exception | None = None
         self.idle: list[socket.socket] = []
 
@@ -30,10 +31,10 @@ class _Engine(HttpEngine):
         if len(self.requests) == 1:
             raise EngineError("the engine did not respond")
         for _ in range(3):  # of strangers, who say nothing
-            self.idle.append(socket.create_connection(("127.0.0.1", info["port"])))
+            self.idle.append(socket.create_connection(("127.0.0.1", Endpoint.of_text(info).port)))
         for request, answer in zip(self.requests, ("late", "present")):
             try:
-                post_answer(request["hosts"], request["port"], request["key"], 0, 1, answer)
+                post_answer(request, 0, 1, answer)
             except EngineError as error:
                 self.late = error
         return []

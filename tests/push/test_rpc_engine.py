@@ -44,7 +44,7 @@ class _Handle:
             raise AttributeError("an old release")
         return self.drops_cache
 
-    def _answers(self, request: str, where: dict[str, Any] | None = None) -> list[str]:
+    def _answers(self, request: str, where: str | None = None) -> list[str]:
         if where is None and len(self._replicas) > 1:
             return [REPLICATED]
         found = [one._post("/collective_rpc", {"method": "bcp_push", "args": [request]}) for one in self._replicas]
@@ -52,7 +52,7 @@ class _Handle:
         if where is None:
             return answers
         for number, answer in enumerate(answers):
-            post_answer(**where, number=number, workers=len(answers), answer=answer)
+            post_answer(where, number, len(answers), answer)
         return [""]
 
 

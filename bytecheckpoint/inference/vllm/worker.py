@@ -79,7 +79,7 @@ class WorkerExtension:
                 return response
             number = parallel.rank + (parallel.data_parallel_index * parallel.world_size if replicas > 1 else 0)
             workers = replicas * parallel.world_size
-            post_answer(**where[0], number=number, workers=workers, answer=response)
+            post_answer(where[0], number, workers, response)
             return ""
         except Exception as error:  # noqa: BLE001 - as in `answer`
             return refuse(error, None)

@@ -46,12 +46,6 @@ class Answers(Acceptor):
         self._changed = threading.Condition()
         super().__init__()
 
-    @property
-    def where(self) -> dict[str, Any]:
-        """The arguments of ``post_answer`` in the workers, as plain data."""
-        hosts, port, key = self.endpoint
-        return {"hosts": list(hosts), "port": port, "key": key.hex()}
-
     def wait(self, name: str, budget: Budget) -> list[str]:
         """Return the answers, by worker, after vLLM has handled the request. Raises ``DeadlineError``."""
         with self._changed:
@@ -73,10 +67,11 @@ class Answers(Acceptor):
             self._changed.notify_all()
 
 
-def post_answer(hosts: Sequence[str], port: int, key: str, number: int, workers: int, answer: str) -> None:
-    """Send a worker's answer to the sender of a request. Raises ``EngineError`` when the sender cannot be reached."""
+def post_answer(where: str, number: int, workers: int, answer: str) -> None:
+    """Send a worker's answer to the sender of a request, an endpoint as text. Raises ``EngineError`` when the sender
+    cannot be reached."""
     data = answer.encode()
-    with connect(Endpoint(hosts, port, bytes.fromhex(key))) as connection:
+    with connect(Endpoint.of_text(where)) as connection:
         try:
             send(connection, _HEAD.pack(number, workers, len(data)) + data, at_most(_ANSWER_S))
         except OSError as error:
@@ -111,7 +106,7 @@ class CollectiveRpc(Engine):
             self._is_replicated = True
         # Each request has its own listener and key, so late answers to an earlier one are refused.
         with closing(Answers()) as answers:
-            self._rpc([request, answers.where], budget.left)
+            self._rpc([request, answers.endpoint.text()], budget.left)
             return answers.wait(self.name, budget)
 
     def note_pause(self, timeout_s: float, *, left_paused: bool) -> None:
