@@ -13,6 +13,8 @@ import pytest
 from join_probes import arenas, giving, until
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
+from bytecheckpoint.control.acceptor import connect
+from bytecheckpoint.control.connections import Endpoint, at_most, receive
 from bytecheckpoint.errors import (
     BytecheckpointError,
     CorruptionError,
@@ -23,6 +25,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.inference.push import joins as joining
+from bytecheckpoint.inference.push.engines.base import ask_all
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -297,3 +300,12 @@ def test_the_joining_engine_gets_another_push(holder: ToyEngine, engine: ToyEngi
     _assert_serves(engine, 1)
     with Pusher() as pusher, pytest.raises(UsageError, match="rank 0 has no engine to push to"):
         pusher.push(HttpEngine(holder.url))
+
+
+def test_a_sender_that_is_stopped_lets_the_version_go_in_the_end(holder: ToyEngine, engine: ToyEngine) -> None:
+    answers = ask_all(HttpEngine(holder.url), "hold", {"deadline_s": 0.5}, time_limit(30))
+    connections = [connect(Endpoint(*answer["endpoint"])) for answer in answers]
+    for connection in connections:  # asks for nothing, as one that maps the memory
+        with connection, pytest.raises(OSError, match="ended"):
+            receive(connection, 1, at_most(time_limit(30)))
+    _works(holder, engine)

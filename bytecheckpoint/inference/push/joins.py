@@ -71,7 +71,7 @@ class Holds:
 
 
 class _Hold(Acceptor):
-    """Sends chunks to one process. Over when its connection ends, or none came within ``wait_s``; then, ``arena`` is
+    """Sends chunks to one process. Over when its connection ends, is silent for long, or none came; then, ``arena`` is
     not read any more."""
 
     def __init__(self, served: HeldVersion, arena: SharedArena, wait_s: float) -> None:
@@ -90,7 +90,8 @@ class _Hold(Acceptor):
         notice_lost_host(connection)
         wait = at_most(self._wait_s)
         try:
-            while count := _NUMBER.unpack(receive(connection, _NUMBER.size, at_most(None)))[0]:
+            # A sender that maps the memory sends nothing. If it is stopped, its push has ended before this does.
+            while count := _NUMBER.unpack(receive(connection, _NUMBER.size, at_most(2 * self._wait_s)))[0]:
                 for (chunk,) in _NUMBER.iter_unpack(receive(connection, count * _NUMBER.size, wait)):
                     send(connection, byte_view(self._memory[self._layout.span(chunk)]), wait)
         finally:
