@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -20,7 +20,6 @@ from ..storage_backends.base import StorageBackend
 from ..tensors.tables import Int64, ragged_positions
 
 _PIECE_BYTES = 1 << 20  # of the bytes around a range, which are hashed and not kept
-_MOST_PARTS = 2  # that a span may be long, so that it is read with each of its parts
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,8 @@ class SourceFile:
     An encoded file is read as if it had all of its frames itself, or with ``keeps_references`` as it is.
 
     A checksum covers a *span*: the head of the file, or one chunk of a tensor, or the frame of one in an encoded file.
-    A range, which is one part of the file, may begin or end inside a span; the rest of that span is then read as well,
-    and only hashed. A span of many parts is read again instead, before the first of them: what is compared for each
-    part is then its checksum in that pass.
+    A range, which is one part of the file, may begin or end inside a span. Such a span is read as a whole first, and
+    only hashed; what is compared for each of its parts is then its checksum in that pass.
     """
 
     def __init__(
@@ -89,8 +87,8 @@ class SourceFile:
     ) -> None:
         self._source, self._file = StoredFiles(backend, manifest), file
         self._part_bytes = part_bytes
-        self._long_spans: dict[int, dict[int, bytes]] = {}  # the checksums of their parts, by the part's first byte
-        self._hashing = threading.Lock()
+        self._divided: dict[int, dict[int, bytes]] = {}  # spans: the checksums of their parts, by the first byte
+        self._hashing: dict[int, threading.Lock] = {}  # by span
         self._key = manifest.files.name[file]
         self._spans = _Spans.of(manifest, file, own_only=keeps_references)
         frames, rows = manifest.files.frames, self._spans.frame
@@ -146,42 +144,28 @@ class SourceFile:
         """Check a span that is partly outside ``view``."""
         start, stop = int(self._spans.start[span]), int(self._spans.stop[span])
         low, high = max(start, begin), min(stop, begin + len(view))
-        hasher, expected = xxhash.xxh3_128(), self._spans.checksum[span].item()
-        if stop - start > _MOST_PARTS * self._part_bytes:
-            with self._hashing:
-                if span not in self._long_spans:
-                    self._long_spans[span] = self._hash_parts(span)
-            expected = self._long_spans[span][low]
-            hasher.update(view[low - begin : high - begin])
-        else:
-            self._hash(start, low, hasher)
-            hasher.update(view[low - begin : high - begin])
-            self._hash(high, stop, hasher)
-        if hasher.digest() != expected:
+        with self._hashing.setdefault(span, threading.Lock()):
+            if span not in self._divided:
+                self._divided[span] = self._hash_parts(span)
+        if xxhash.xxh3_128_digest(view[low - begin : high - begin]) != self._divided[span][low]:
             raise self._damage(span)
 
     def _hash_parts(self, span: int) -> dict[int, bytes]:
         """Check a span, and return the checksum of each part of it, by its first byte."""
-        at, stop = int(self._spans.start[span]), int(self._spans.stop[span])
-        whole, found = xxhash.xxh3_128(), dict[int, bytes]()
+        start, stop = int(self._spans.start[span]), int(self._spans.stop[span])
+        whole, memory = xxhash.xxh3_128(), memoryview(bytearray(min(_PIECE_BYTES, stop - start)))
+        parts: dict[int, xxhash.xxh3_128] = defaultdict(xxhash.xxh3_128)
+        at = start
         while at < stop:
-            end = min(stop, (at // self._part_bytes + 1) * self._part_bytes)
-            part = xxhash.xxh3_128()
-            self._hash(at, end, whole, part)
-            found[at] = part.digest()
-            at = end
+            part = at // self._part_bytes * self._part_bytes
+            piece = memory[: min(stop, part + self._part_bytes) - at]
+            self._fill(at, piece)
+            whole.update(piece)
+            parts[max(start, part)].update(piece)
+            at += len(piece)
         if whole.digest() != self._spans.checksum[span].item():
             raise self._damage(span)
-        return found
-
-    def _hash(self, begin: int, end: int, *hashers: Any) -> None:
-        piece = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))
-        while begin < end:
-            piece = piece[: end - begin]
-            self._fill(begin, piece)
-            for hasher in hashers:
-                hasher.update(piece)
-            begin += len(piece)
+        return {first: one.digest() for first, one in parts.items()}
 
     def _fill(self, begin: int, view: memoryview) -> None:
         for source, at, part in self._places(begin, view):
