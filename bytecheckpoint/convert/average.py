@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,13 +17,12 @@ from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
 from ..checkpoint.selection import Exclusion
 from ..checkpoint.values import StoredValue
-from ..engine.tensor_bytes import as_bytes
 from ..errors import MismatchError, NameNotFoundError, UsageError
 from ..format.manifest.document import timestamp
 from ..loading.matching import fault_lines
 from ..runtime.modes import default_modes
 from ..tensors.dtypes import DType
-from ..tensors.geometry import Box
+from .diff import TensorComparison
 from .reshard import chosen_part, whole_files
 from .rewriter import PIECE_BYTES, OutputTensor, Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
 
@@ -107,30 +106,29 @@ def average(
     excluded = Exclusion(exclude)
     contents = [_Contents.of(one, sections, excluded) for one in checkpoints]
     excluded.require_matches(checkpoints[0].url, checkpoints[0])
-    _compare(contents)
-    first = contents[0]
-    manifest = replace(
-        first.part.manifest,
-        step=step,
-        created=timestamp(),
-        metadata={"averaged": [one.url for one in checkpoints], "weights": list(shares)},
-    )
-    part = replace(first.part, manifest=manifest, crcs=None)
     attempt = new_attempt()
-    outputs = whole_files(part, checkpoints[0], attempt)
     with cleanup_on_failure(lambda: remove_attempt(store, attempt)), ExitStack() as stack:
         readers = [stack.enter_context(Rewriter(one.index)) for one in contents]
+        _compare(checkpoints, contents, readers)
+        manifest = replace(
+            contents[0].part.manifest,
+            step=step,
+            created=timestamp(),
+            metadata={"averaged": [one.url for one in checkpoints], "weights": list(shares)},
+        )
+        part = replace(contents[0].part, manifest=manifest, crcs=None)
         sources = [(reader, one.rows) for reader, one in zip(readers, contents, strict=True)]
         averager = stack.enter_context(_Averager(part, sources, shares))
-        copied = averager.check_integers()
-        new = averager.write_all(store, attempt, outputs, progress)
+        new = averager.write_all(store, attempt, whole_files(part, checkpoints[0], attempt), progress)
         stack.close()  # checks the CRC-32s of other systems' files
         commit(store, new, may_replace=False)
+    metas = [manifest.tensors.meta_of(row) for row in range(len(manifest.tensors))]
+    averaged = sum(_is_averaged(meta.dtype) for meta in metas)
     return AverageReport(
         store.url,
         tuple(one.name for one in manifest.sections),
-        len(manifest.tensors) - copied,
-        copied,
+        averaged,
+        len(metas) - averaged,
         shares,
         sum(reader.bytes_read for reader in readers),
     )
@@ -175,34 +173,31 @@ class _Contents:
         kept = [full for full in part.manifest.tensors.names if full in rows]
         return cls(checkpoint.index, part, {full: rows[full] for full in kept}, values)
 
-    def meta(self, full: str) -> Any:
-        return self.index.manifest.tensors.meta_of(self.rows[full])
 
-
-def _compare(contents: Sequence[_Contents]) -> None:
+def _compare(checkpoints: Sequence[Checkpoint], contents: Sequence[_Contents], readers: Sequence[Rewriter]) -> None:
     """Raise ``MismatchError`` with all differences between the first checkpoint and each of the others."""
     first = contents[0]
     faults = [("rank", full, "") for full, row in first.rows.items() if first.index.manifest.scope[row] >= 0]
-    for other in contents[1:]:
+    for checkpoint, other, reader in zip(checkpoints[1:], contents[1:], readers[1:], strict=True):
         faults += [
             ("missing", full, f"not in {(other if full in first.rows else first).index.url}")
             for full in first.rows.keys() ^ other.rows.keys()
         ]
+        comparison = TensorComparison(checkpoints[0], checkpoint, readers[0], reader)
         for full in first.rows.keys() & other.rows.keys():
-            one, two = first.meta(full), other.meta(full)
-            for kind, a, b in (("shape", list(one.shape), list(two.shape)), ("dtype", one.dtype, two.dtype)):
-                if a != b:
-                    faults.append((kind, full, f"{a} in {first.index.url}, {b} in {other.index.url}"))
+            row = first.rows[full]
+            is_averaged = _is_averaged(first.index.manifest.tensors.meta_of(row).dtype)
+            found = comparison.compare(full, row, other.rows[full], values=not is_averaged)
+            if found is not None and found.kind == "values":
+                faults.append(("integer", full, ""))
+            elif found is not None:
+                faults.append((found.kind, full, f"{found.a} in {first.index.url}, {found.b} in {other.index.url}"))
         keys = {key for one in (first, other) for key, value in one.values.items() if not value.only_orders_keys}
         for key in keys:
-            found = [one.values[key].encoded if key in one.values else None for one in (first, other)]
-            if found[0] != found[1]:
+            encoded = [one.values[key].encoded if key in one.values else None for one in (first, other)]
+            if encoded[0] != encoded[1]:
                 name = (first if key in first.values else other).values[key].name
                 faults.append(("value", name, f"in {first.index.url} and {other.index.url}"))
-    _raise(faults)
-
-
-def _raise(faults: Sequence[tuple[str, str, str]]) -> None:
     if faults:
         head = f"the checkpoints cannot be averaged ({len(faults)} fault(s)); nothing was written:"
         raise MismatchError("\n".join([head, *fault_lines(faults, (), _ADVICE)]), list(faults))
@@ -220,34 +215,10 @@ class _Averager(Rewriter):
         self._names = list(part.manifest.tensors.names)
         self._sources, self._shares = sources, shares
 
-    def check_integers(self) -> int:
-        """Compare what is not averaged, and return the number of these tensors. Raises ``MismatchError``."""
-        tensors = self._manifest.tensors
-        rows = [row for row in range(len(tensors)) if not _is_averaged(tensors.meta_of(row).dtype)]
-        faults: list[tuple[str, str, str]] = []
-        for row in rows:
-            meta = tensors.meta_of(row)
-            whole = OutputTensor("", row, Box.whole(meta.shape), meta.dtype)
-            for batch in self._batches([whole]):
-                first, *others = self._found(batch)
-                if any(
-                    not torch.equal(as_bytes(a), as_bytes(b))
-                    for other in others
-                    for a, b in zip(first, other, strict=True)
-                ):
-                    faults.append(("integer", self._names[row], ""))
-                    break
-        _raise(faults)
-        return len(rows)
-
-    def _found(self, batch: Sequence[OutputTensor]) -> Iterator[list[torch.Tensor]]:
-        """What each of the sources has stored."""
-        for reader, rows in self._sources:
-            yield reader._read_all([replace(one, row=rows[self._names[one.row]]) for one in batch])
-
     def _read_all(self, batch: Sequence[OutputTensor]) -> list[torch.Tensor]:
         sums: list[torch.Tensor] = []
-        for found, share in zip(self._found(batch), self._shares, strict=True):
+        for (reader, rows), share in zip(self._sources, self._shares, strict=True):
+            found = reader._read_all([replace(one, row=rows[self._names[one.row]]) for one in batch])
             if not sums:
                 sums = [
                     _start(tensor, share) if _is_averaged(one.dtype) else tensor

@@ -129,7 +129,7 @@ def diff(
         raise UsageError(f"tolerances must be finite numbers of at least 0: rtol {rtol}, atol {atol}")
     names_a, names_b = _names(a), _names(b)
     with Rewriter(a.index) as read_a, Rewriter(b.index) as read_b:
-        comparison = _Comparison(a, b, read_a, read_b, _closeness(rtol, atol))
+        comparison = TensorComparison(a, b, read_a, read_b, _closeness(rtol, atol))
         found: list[TensorDiff] = []
         for name in sorted(names_a.keys() & names_b.keys()):
             row_a, row_b = names_a[name], names_b[name]
@@ -180,16 +180,18 @@ def _closeness(rtol: float, atol: float) -> Differs | None:
 
 
 @dataclass
-class _Comparison:
+class TensorComparison:
+    """Compares tensors of two checkpoints. ``differs`` marks unequal elements; without it, bits are compared."""
+
     a: Checkpoint
     b: Checkpoint
     read_a: Rewriter
     read_b: Rewriter
-    differs: Differs | None
+    differs: Differs | None = None
     skipped: int = 0
     _done: dict[tuple[int, int], tuple[int, float]] = field(default_factory=dict)
 
-    def compare(self, name: str, row_a: int, row_b: int, *, values: bool) -> TensorDiff | None:
+    def compare(self, name: str, row_a: int, row_b: int, *, values: bool = True) -> TensorDiff | None:
         """Compare two rows. Tied names share a row, which is compared once."""
         meta_a, meta_b = self.a.manifest.tensors.meta_of(row_a), self.b.manifest.tensors.meta_of(row_b)
         same_type = meta_a.dtype == meta_b.dtype
