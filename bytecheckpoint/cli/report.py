@@ -17,8 +17,7 @@ from ..errors import StorageError, UsageError
 from ..version import VERSION
 from .options import Locate, command
 from .output import Output, plain, printable, size_text
-from .report_data import TimedOperation, root_document
-from .report_floor import measure_floor
+from .report_data import TimedOperation, measure_floor, root_document
 from .report_traces import trace_operations
 
 _MOST_NUMBERS = 400_000  # of all operations, so that a page of 4,096 ranks has less than 3 MB

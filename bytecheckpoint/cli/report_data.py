@@ -1,13 +1,19 @@
-"""What ``bcp report`` shows of a root: its checkpoints, where the time of saves went, and the layout of the newest one.
+"""What ``bcp report`` shows of a root: its checkpoints, where the time of saves went, and the layout of the newest one;
+and how fast this machine writes and reads bytes below it.
 
 Everything becomes plain values for JSON, with columns of numbers where there are many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,6 +42,9 @@ _MOST_SAVES = 8
 _MOST_BOXES = 20_000
 _MOST_SLOWEST = 10
 _NEGLIGIBLE = 0.01  # of the time of the whole operation
+_FLOOR_BYTES = 1 << 30
+_FLOOR_PIECE = 8 << 20
+_FLOOR_THREADS = 8
 _NOTABLE = 0.1  # the share of its time that a slow rank takes longer than the median
 
 
@@ -195,3 +204,40 @@ def _layout(name: str, manifest: Manifest) -> dict[str, Any]:
         "files": [manifest.files.name[row].rpartition("/")[2] for row in used.tolist()],
         "file_ranks": manifest.files.rank[used].tolist(),
     }
+
+
+def measure_floor(root: StorageBackend) -> dict[str, float]:
+    """Write an object, make it durable, read it and remove it. Return the bytes per second of ``write`` and ``read``.
+
+    Several threads move large pieces of aligned memory, which bypass the page cache where the store allows it. Raises
+    ``StorageError``.
+    """
+    key = f"floor-{secrets.token_hex(8)}"
+    pieces = [mmap.mmap(-1, _FLOOR_PIECE) for _ in range(_FLOOR_THREADS)]
+    for piece in pieces:
+        piece[:] = os.urandom(_FLOOR_PIECE)  # a file system may store zeros as nothing
+    with Threads(_FLOOR_THREADS, thread_name_prefix="bcp-floor") as pool:
+        try:
+            begin = perf_counter()
+            with root.create(key, _FLOOR_BYTES) as writer:
+                _move(pool, pieces, writer.write)
+                writer.complete()
+            written = perf_counter()
+            with root.open_object(key) as reader:
+                is_direct = reader.direct_alignment() > 0
+                _move(pool, pieces, reader.read_direct if is_direct else lambda at, piece: reader.read(at, [piece]))
+            end = perf_counter()
+        finally:
+            root.delete([key])
+    return {"write": _FLOOR_BYTES / (written - begin), "read": _FLOOR_BYTES / (end - written)}
+
+
+def _move(pool: Executor, pieces: Sequence[mmap.mmap], move: Callable[[int, Any], object]) -> None:
+    """Call ``move`` with all offsets of the object; each thread has a piece of memory."""
+
+    def every(number: int) -> None:
+        for offset in range(number * _FLOOR_PIECE, _FLOOR_BYTES, len(pieces) * _FLOOR_PIECE):
+            move(offset, pieces[number])
+
+    for done in [pool.submit(every, number) for number in range(len(pieces))]:
+        done.result()

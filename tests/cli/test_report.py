@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.cli import report, report_data, report_floor
+from bytecheckpoint.cli import report, report_data
 from bytecheckpoint.cli.report_data import TimedOperation
 from bytecheckpoint.cli.report_traces import trace_operations
 from bytecheckpoint.storage_backends import open_backend
@@ -202,8 +202,8 @@ def test_a_floor_is_measured_below_the_root(
     root: Path, traces: Path, tmp_path: Path, bcp_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bcp_command("report", root, "--json").json["floor"] is None
-    monkeypatch.setattr(report_floor, "_PIECE", 1 << 20)
-    monkeypatch.setattr(report_floor, "_BYTES", 20 << 20)
+    monkeypatch.setattr(report_data, "_FLOOR_PIECE", 1 << 20)
+    monkeypatch.setattr(report_data, "_FLOOR_BYTES", 20 << 20)
     before = sorted(root.rglob("*"))
     page = tmp_path / "page.html"
     found = bcp_command("report", root, "--floor", "--json", "--output", page).json
@@ -221,10 +221,10 @@ def test_a_floor_is_measured_below_the_root(
 
 @pytest.mark.parametrize("url", ["memory://floors", "missing"])
 def test_floors_of_any_store(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_floor, "_PIECE", 1 << 10)
-    monkeypatch.setattr(report_floor, "_BYTES", 10 << 10)
+    monkeypatch.setattr(report_data, "_FLOOR_PIECE", 1 << 10)
+    monkeypatch.setattr(report_data, "_FLOOR_BYTES", 10 << 10)
     backend = open_backend(url if "://" in url else tmp_path / url)
-    assert min(report_floor.measure_floor(backend).values()) > 0
+    assert min(report_data.measure_floor(backend).values()) > 0
     assert list(backend.list()) == []
 
 
