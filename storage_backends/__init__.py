@@ -11,7 +11,7 @@ from __future__ import annotations
 from .base import Conditions, IncompleteUpload, ObjectReader, ObjectStat, ObjectWriter, PartWriter, StorageBackend
 from .buffers import WrittenRanges, byte_view
 from .keys import check_children_prefix, check_key, check_prefix
-from .registry import absolute_url, folder_name, join, open_backend, open_like, open_sibling, parent_url, url_text
+from .registry import absolute_url, folder_name, join, open_backend, open_like, parent_url, url_text
 from .writers import BufferedWriter
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "join",
     "open_backend",
     "open_like",
-    "open_sibling",
     "parent_url",
     "url_text",
 ]

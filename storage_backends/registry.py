@@ -16,7 +16,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ..errors import StorageError, UnsupportedURLError
+from ..errors import UnsupportedURLError
 from ..version import install_command
 from .base import StorageBackend
 from .keys import check_key, is_object_key
@@ -81,25 +81,6 @@ def open_like(backend: StorageBackend, url: str) -> StorageBackend:
     other = backend.open_other(url) or open_backend(url, **backend.options)
     other.deadline_s = backend.deadline_s
     return other
-
-
-def open_sibling(backend: StorageBackend, folder: str) -> StorageBackend:
-    """Open another folder with the same parent as the root of a backend, in the same way.
-
-    Args:
-        backend: A backend that ``open_backend`` has opened.
-        folder: The other folder's name: one component of a key.
-
-    Returns:
-        The backend.
-
-    Raises:
-        StorageError: The root of ``backend`` has no parent, or ``folder`` is not a name.
-    """
-    parent = parent_url(backend)
-    if not parent or "/" in folder:
-        raise StorageError(f"{backend.display_url}: it has no sibling {folder!r}")
-    return open_like(backend, join(parent, folder))
 
 
 def folder_name(backend: StorageBackend) -> str:

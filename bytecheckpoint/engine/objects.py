@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from ..format.manifest.document import Manifest
-from ..storage_backends import folder_name, open_sibling
+from ..storage_backends import folder_name, join, open_like, parent_url
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
 
@@ -19,7 +19,7 @@ OBJECTS = "objects"
 
 def objects_next_to(checkpoint: StorageBackend) -> StorageBackend | None:
     """Return the shared objects of the root that a checkpoint's folder is in; None if the folder has no parent."""
-    return open_sibling(checkpoint, OBJECTS) if folder_name(checkpoint) else None
+    return open_like(checkpoint, join(parent_url(checkpoint), OBJECTS)) if folder_name(checkpoint) else None
 
 
 def data_of(checkpoint: StorageBackend, manifest: Manifest) -> StorageBackend:
