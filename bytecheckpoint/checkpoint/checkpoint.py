@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
-from ..engine.reading.reader import ReadPart, ReadStats, ShardReader
+from ..engine.reading.reader import ReadPart, ReadStats
 from ..engine.reading.verify import verify_crcs, verify_files
 from ..engine.resources import IOEngine
 from ..engine.tensor_bytes import box_view
@@ -403,20 +403,6 @@ class Checkpoint(Mapping[str, StoredTensor]):
                 f"convert them into a checkpoint first: bcp import"
             )
 
-    def checked_reader(self) -> ShardReader:
-        """Create a new reader that checks every byte, even if this handle was opened with ``verify=False``.
-
-        Returns:
-            The reader.
-
-        Raises:
-            StateError: Another library wrote the files, which have no checksums.
-        """
-        self.require_checksums()
-        self._enter_process()
-        self._engine.check_usable()
-        return self.index.reader(self._engine, verify=True)
-
     def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> VerifyReport:
         """Read every byte of every file and compare it with the manifest. Uses bounded memory.
 
@@ -442,11 +428,13 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return VerifyReport(self.url, len(self.manifest.files), checked, tuple(problems))
 
     def _verified(self) -> Iterator[tuple[int, str]]:
-        if self.index.is_own or self.index.crcs is None:
-            return verify_files(self.checked_reader(), self._engine.io)
+        has_crcs = not self.index.is_own and self.index.crcs is not None
+        if not has_crcs:
+            self.require_checksums()
         self._enter_process()
         self._engine.check_usable()
-        return verify_crcs(self.index.reader(self._engine, verify=True))
+        reader = self.index.reader(self._engine, verify=True)
+        return verify_crcs(reader) if has_crcs else verify_files(reader, self._engine.io)
 
     def _enter_process(self) -> None:
         """Open the path again in a forked process, which has no threads of its parent."""

@@ -119,9 +119,7 @@ def test_a_load_casts_and_fills_strided_memory(saved: Path) -> None:
 
 def test_a_slice_reads_only_its_frames(saved: Path) -> None:
     checkpoint = bcp.open(saved)
-    reader = checkpoint.checked_reader()
-    backend = CountingBackend(reader.backend)
-    manifest = reader.manifest
+    backend, manifest = CountingBackend(checkpoint.index.data), checkpoint.manifest
     row = manifest.tensor_row("tree.steps")
     assert row is not None
     shard = manifest.shards_of(row).start
