@@ -59,11 +59,6 @@ def refuse_unread(values: Iterable[StoredValue], url: str) -> None:
         raise StateError(f"{url}: this library does not read {values_and_kinds}; nothing was written; exclude them")
 
 
-def values_files(manifest: Manifest) -> list[int]:
-    """Return the rows of the files that hold plain values."""
-    return [row for row, kind in enumerate(manifest.files.kind) if kind not in ("tensors", COMPANION)]
-
-
 def stored_values(
     backend: StorageBackend, manifest: Manifest, *, section: str | None = None, ranks: Collection[int] | None = None
 ) -> Iterator[StoredValue]:
@@ -73,11 +68,11 @@ def stored_values(
     ``FormatError``.
     """
     files = manifest.files
-    for row in values_files(manifest):
+    for row, kind in enumerate(files.kind):
         owner, of_section = int(files.rank[row]), manifest.section_name(int(files.section[row]))
-        if section not in (None, of_section):
+        if kind in ("tensors", COMPANION) or section not in (None, of_section):
             continue
-        if files.kind[row] == "rank_values" and ranks is not None and owner not in ranks:
+        if kind == "rank_values" and ranks is not None and owner not in ranks:
             continue
         document = read_stored_file(backend, manifest, row, head_only=False)
         for path, is_shared, encoded in decode_values_file(document):

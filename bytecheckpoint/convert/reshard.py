@@ -19,9 +19,8 @@ from ..checkpoint.index import Index
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
 from ..checkpoint.selection import Exclusion
-from ..checkpoint.values import StoredValue, refuse_unread, values_files
+from ..checkpoint.values import StoredValue, refuse_unread
 from ..engine.files import data_key
-from ..engine.reading.stored_files import read_stored_file
 from ..errors import NameCollisionError, UsageError
 from ..foreign.naming import MODEL_SECTION
 from ..format.manifest.document import Manifest, SectionInfo
@@ -128,7 +127,7 @@ def reshard(
     attempt = new_attempt()
     manifest = checkpoint.manifest
     # Companions describe the old files and would be wrong for the new ones.
-    values = _values_of(checkpoint.index, attempt)
+    values = _encoded_values(checkpoint.index.values(), checkpoint.url, attempt)
     outputs = [*_tensor_files(manifest, files, layout, attempt), *values]
     plans = [ReshardedFile(out.key, out.section, len(out.tensors), out.size) for out in outputs]
     bytes_to_read = manifest.nbytes + int(manifest.files.head_length.sum())
@@ -194,23 +193,6 @@ def _balance(tensors: Sequence[OutputTensor], parts: Sequence[list[OutputTensor]
         load, index = heapq.heappop(loads)
         parts[index].append(tensor)
         heapq.heappush(loads, (load + tensor.nbytes, index))
-
-
-def _values_of(index: Index, attempt: str) -> list[OutputFile]:
-    """Return the files of plain values for a new checkpoint, whose bytes are the same in every layout."""
-    if not index.is_own:
-        return _encoded_values(index.values(), index.url, attempt)
-    files = index.manifest.files
-    return [
-        OutputFile(
-            f"{attempt}/{files.name[row].rpartition('/')[2]}",
-            index.manifest.section_name(int(files.section[row])),
-            read_stored_file(index.data, index.manifest, row, head_only=False),
-            kind=files.kind[row],
-            rank=int(files.rank[row]),
-        )
-        for row in values_files(index.manifest)
-    ]
 
 
 def _encoded_values(values: Iterable[StoredValue], url: str, attempt: str) -> list[OutputFile]:
