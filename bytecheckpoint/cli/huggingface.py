@@ -22,7 +22,7 @@ from ..convert.related import kept_files, related_files
 from ..convert.selection import ExportSelection, Tied
 from ..convert.torch_file import export_torch_file
 from ..errors import FormatError, StateError
-from ..foreign.safetensors_folder import SafetensorsFolder
+from ..foreign.naming import MODEL_SECTION
 from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY
 from ..loading.options import LoadOptions
 from ..rules import Rules
@@ -331,11 +331,13 @@ def _read_expected(source: str) -> Expected:
     """Return names, with shapes if ``source`` contains them.
 
     ``source`` is a JSON list of names, a JSON map from names to shapes (or null), an index of safetensors files, or a
-    safetensors file or folder. Raises ``click.BadParameter`` for anything else, and what ``SafetensorsFolder`` raises.
+    safetensors file or folder. Raises ``click.BadParameter`` for anything else, and what ``api.open`` raises.
     """
     document = _document(source)
     if document is None:
-        return SafetensorsFolder.at(source).shapes
+        manifest = api.open(source).manifest
+        rows = manifest.section_tensors(MODEL_SECTION).tolist()
+        return {manifest.tensors.fqn_of(row): manifest.tensors.shape_of(row) for row in rows}
     if isinstance(document, list) and all(isinstance(name, str) for name in document):
         return document
     if isinstance(document, dict) and isinstance(document.get("weight_map"), dict):
