@@ -11,12 +11,6 @@ from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from ..frameworks.rng import RNGState
 from ..loading.app_state import AppState
 
-TESTED = "1.15"
-"""The release of accelerate with which the tests run."""
-
-USED = ("_models", "_optimizers", "_schedulers", "_custom_objects", "scaler", "step")
-"""The attributes of ``Accelerator`` that are used; any release may change the private ones."""
-
 
 def state_of(accelerator: Accelerator) -> AppState:
     """Return the state of everything that an ``Accelerator`` has prepared or registered, also later than this.

@@ -33,26 +33,6 @@ from ..saving.handle import SaveHandle, failure_of
 from ..saving.options import SaveOptions
 from .own import open_own
 
-TESTED = "2.6.6"
-"""The release of Lightning with which the tests run; 2.6.2 and 2.6.3 were withdrawn."""
-
-OVERRIDDEN = (
-    "lightning_module_state_dict",
-    "load_checkpoint",
-    "load_model_state_dict",
-    "load_optimizer_state_dict",
-    "optimizer_state",
-    "remove_checkpoint",
-    "restore_checkpoint_after_setup",
-    "save_checkpoint",
-    "teardown",
-    "training_step",
-)
-"""The methods of ``Strategy`` that are overridden; any release may change them."""
-
-USED = ("_data_fetcher",)
-"""The attributes of ``fit_loop`` that are used; if one is missing, a save fails."""
-
 _MODEL, _OPTIMIZER, _LOADER, _RNG, _REST = "model", "optimizer", "dataloader", "rng", "lightning"
 
 _log = logging.getLogger(__name__)

@@ -27,9 +27,6 @@ from ..errors import ControlError, DeadlineError, MismatchError, UsageError
 from ..frameworks.dtensor import dtensor_around, dtensor_boxes, is_dtensor, local_tensor
 from ..storage_backends.memory import MemoryBackend
 
-TESTED = "0.2.0"
-"""The release of torchft with which the tests run."""
-
 _REQUEST = struct.Struct("!q")  # the step
 _REPLY = struct.Struct("!?Q")  # whether the files follow, and the length of their list, or of an error's text
 _MOST_REPLY_BYTES = 1 << 24

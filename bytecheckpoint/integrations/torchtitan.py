@@ -42,15 +42,6 @@ from ..runtime.arguments import options_of
 from ..saving.handle import SaveHandle
 from ..saving.options import SaveOptions
 
-TESTED = "0.3.0"
-"""The release of torchtitan with which the tests run."""
-
-OVERRIDDEN = ("_close", "_load", "_maybe_wait_for_staging", "_save", "_wait_for_saving")
-"""The methods of ``BaseCheckpointManager`` that are implemented; any release may change them."""
-
-USED = ("dp_rank", "dp_world_size", "_rank_id")
-"""The attributes of ``ParallelAwareDataloader`` that are used."""
-
 OPTIONS = (
     *("create_seed_checkpoint", "enable", "enable_first_step_checkpoint", "exclude_from_loading", "export_dtype"),
     *("folder", "initial_load_in_hf", "initial_load_in_hf_quantized", "initial_load_model_only", "initial_load_path"),

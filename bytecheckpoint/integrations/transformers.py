@@ -30,26 +30,6 @@ from ..saving.companions import has_adapter
 from ..saving.options import SaveOptions
 from .own import open_own
 
-TESTED = "5.23"
-"""The release of transformers with which the tests run."""
-
-OVERRIDDEN = (
-    "train",
-    "save_model",
-    "_get_output_dir",
-    "_load_best_model",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_load_rng_state",
-    "_maybe_log_save_evaluate",
-    "_prepare_for_training",
-    "_save_checkpoint",
-    "_save_optimizer_and_scheduler",
-    "_save_rng_state",
-    "_save_scaler",
-)
-"""The methods of ``transformers.Trainer`` that are overridden; any release may change the private ones."""
-
 _TRAINER = "trainer"
 _BEST = "best"
 _NAME = "checkpoint-{step}"

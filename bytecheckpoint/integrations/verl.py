@@ -22,9 +22,6 @@ from ..errors import BytecheckpointError, ControlError, CorruptionError, Deadlin
 from ..format.checksums import checksum_of
 from ..tensors.dtypes import find_dtype
 
-TESTED = "0.9.1"
-"""The release of verl with which this ran."""
-
 _FRAME = struct.Struct("!I16s")  # the length of what follows, and its checksum
 _REPORT = struct.Struct("!I")  # the length of a failure's text, or 0 when all workers have everything
 _PIECE_BYTES = 4 << 20

@@ -18,9 +18,10 @@ from accelerate import Accelerator
 from accelerate_training import BATCHES, train
 from trainer_training import free_port
 
-from bytecheckpoint.integrations.accelerate import USED
-
 pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore"), pytest.mark.sampled(3, of=__name__)]
+
+_USED = ("_models", "_optimizers", "_schedulers", "_custom_objects", "scaler", "step")
+"""The attributes of ``Accelerator`` that the library uses."""
 
 
 @pytest.fixture(scope="module")
@@ -91,4 +92,4 @@ def test_a_folder_of_save_state(pool: RankPool, tmp_path: Path, world_size: int)
 
 def test_the_accelerator_has_what_is_used() -> None:
     accelerator = Accelerator(cpu=True)
-    assert [name for name in USED if not hasattr(accelerator, name)] == []
+    assert [name for name in _USED if not hasattr(accelerator, name)] == []

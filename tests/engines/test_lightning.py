@@ -22,6 +22,22 @@ pytest.importorskip("lightning")
 
 pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore")]
 
+_OVERRIDDEN = (
+    "lightning_module_state_dict",
+    "load_checkpoint",
+    "load_model_state_dict",
+    "load_optimizer_state_dict",
+    "optimizer_state",
+    "remove_checkpoint",
+    "restore_checkpoint_after_setup",
+    "save_checkpoint",
+    "teardown",
+    "training_step",
+)
+"""The methods of ``Strategy`` that the library overrides."""
+_USED = ("_data_fetcher",)
+"""The attributes of ``fit_loop`` that it uses; if one is missing, a save fails."""
+
 
 def _train(rank: int, world_size: int, root: Path, kind: str, arguments: dict[str, Any]) -> Any:
     from lightning_training import train  # it takes seconds, which only the ranks need
@@ -160,13 +176,13 @@ def _names_gone(rank: int, world_size: int) -> list[str]:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import Strategy
 
-    from bytecheckpoint.integrations.lightning import OVERRIDDEN, USED, BcpStrategyMixin
+    from bytecheckpoint.integrations.lightning import BcpStrategyMixin
 
     own = {name for name in vars(BcpStrategyMixin) if not name.startswith("_")}
-    assert own <= {*OVERRIDDEN} | {"model", "optimizers", "lightning_module", "is_global_zero", "broadcast"}
+    assert own <= {*_OVERRIDDEN} | {"model", "optimizers", "lightning_module", "is_global_zero", "broadcast"}
     warnings.simplefilter("ignore")  # of the machine's job scheduler
     loop = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
-    return [name for name in OVERRIDDEN if not hasattr(Strategy, name)] + [n for n in USED if not hasattr(loop, n)]
+    return [name for name in _OVERRIDDEN if not hasattr(Strategy, name)] + [n for n in _USED if not hasattr(loop, n)]
 
 
 def test_the_release_has_what_is_overridden(pool: RankPool) -> None:

@@ -27,6 +27,11 @@ pytest.importorskip("torchtitan")
 
 pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore")]
 
+_OVERRIDDEN = ("_close", "_load", "_maybe_wait_for_staging", "_save", "_wait_for_saving")
+"""The methods of ``BaseCheckpointManager`` that the library implements."""
+_USED = ("dp_rank", "dp_world_size", "_rank_id")
+"""The attributes of ``ParallelAwareDataloader`` that it uses."""
+
 FSDP = {"data_parallel_shard_degree": 2}
 
 
@@ -175,13 +180,13 @@ def _gone_and_refused(rank: int, world_size: int) -> None:
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan_training import parsed
 
-    from bytecheckpoint.integrations.torchtitan import OPTIONS, OVERRIDDEN, USED, BcpCheckpointManager
+    from bytecheckpoint.integrations.torchtitan import OPTIONS, BcpCheckpointManager
 
-    assert [name for name in OVERRIDDEN if not hasattr(BaseCheckpointManager, name)] == []
+    assert [name for name in _OVERRIDDEN if not hasattr(BaseCheckpointManager, name)] == []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loader = ParallelAwareDataloader([1], 0, 1)
-    assert [name for name in USED if not hasattr(loader, name)] == []
+    assert [name for name in _USED if not hasattr(loader, name)] == []
     assert {*OPTIONS} == {*BaseCheckpointManager.Config.__slots__}
     with pytest.raises(UsageError, match="initial_load_in_hf_quantized"):
         BcpCheckpointManager.Config(initial_load_in_hf=True, initial_load_in_hf_quantized=True, initial_load_path="/a")

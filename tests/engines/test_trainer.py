@@ -26,9 +26,26 @@ pytest.importorskip("peft")
 import transformers
 from trainer_training import CountingTrainer, free_port, make_model, settings, train, train_on_ranks
 
-from bytecheckpoint.integrations.transformers import OVERRIDDEN, BcpTrainer, BcpTrainerMixin
+from bytecheckpoint.integrations.transformers import BcpTrainer, BcpTrainerMixin
 
 pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore"), pytest.mark.sampled(7, of=__name__)]
+
+_OVERRIDDEN = (
+    "train",
+    "save_model",
+    "_get_output_dir",
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_maybe_log_save_evaluate",
+    "_prepare_for_training",
+    "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
+    "_save_rng_state",
+    "_save_scaler",
+)
+"""The methods of ``transformers.Trainer`` that the library overrides."""
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +293,7 @@ def _without_hub(arguments: Any) -> BcpTrainer:
 
 
 def test_the_trainer_has_the_methods_that_are_overridden() -> None:
-    assert [name for name in OVERRIDDEN if not hasattr(transformers.Trainer, name)] == []
+    assert [name for name in _OVERRIDDEN if not hasattr(transformers.Trainer, name)] == []
     own = {name for name in vars(BcpTrainerMixin) if callable(getattr(BcpTrainerMixin, name))}
     overridden = {name for name in own if hasattr(transformers.Trainer, name)} - {"__init__"}
-    assert overridden <= {*OVERRIDDEN}
+    assert overridden <= {*_OVERRIDDEN}
