@@ -155,7 +155,7 @@ def pool() -> Iterator[RankPool]:
         (WORLD, "shards", "staged"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_two_hundred_saves_hold_what_two_held(
     pool: RankPool, tmp_path: Path, world_size: int, layout: str, saves: str
 ) -> None:
