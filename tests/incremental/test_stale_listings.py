@@ -189,17 +189,18 @@ def test_what_is_read_from_a_mount_is_read_again_before_it_counts_as_damaged(
     tmp_path: Path, listings: Listings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path / "step-1", 1)
-    read, stale = LocalReader._read, [True]
+    read, stale = LocalReader.read, [True]
 
-    def read_stale(reader: LocalReader, offset: int, views: Any, direct: Any) -> None:
-        read(reader, offset, views, direct)
+    def read_stale(reader: LocalReader, offset: int, buffers: Any) -> None:
+        read(reader, offset, buffers)
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
         if stale and sum(map(len, views)) > 4096:
             stale.pop()
             for view in views:
                 view[:] = bytes(len(view))
 
     opened = bcp.open(tmp_path / "step-1")
-    monkeypatch.setattr(LocalReader, "_read", read_stale)
+    monkeypatch.setattr(LocalReader, "read", read_stale)
     assert opened["tree.t"].load().unique().tolist() == [1]
     assert not stale
     assert "reading again" in caplog.text
