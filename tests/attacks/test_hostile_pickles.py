@@ -121,7 +121,7 @@ def test_pickle_is_refused(name: str) -> None:
     assert peak < 120 * MIB + 60 * len(data)
 
 
-@pytest.mark.sampled(3, of="long searches")
+@pytest.mark.sampled(2, of="long searches")
 def test_a_large_pickle_is_refused_before_its_objects_take_what_one_of_its_size_may() -> None:
     """Also one of which most bytes, that precede the objects, take no memory."""
     data = b"\x80\x04" + b"N0" * MIB + b"\x8f" * (6 * MIB) + b"."

@@ -15,7 +15,7 @@ from warm_python import warm_python
 
 from bytecheckpoint.testing import time_limit
 
-pytestmark = pytest.mark.sampled(3, of="long searches")
+pytestmark = pytest.mark.sampled(2, of="long searches")
 
 
 def test_mutants_raise_only_errors_of_the_library_and_reach_nothing_outside(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from bytecheckpoint.errors import CheckpointError, CorruptionError, NoValidCheck
 from bytecheckpoint.manager.housekeeping import Committed, expendable
 from bytecheckpoint.saving.commit import SaveCommit
 
-pytestmark = pytest.mark.sampled(3, of="long searches")
+pytestmark = pytest.mark.sampled(2, of="long searches")
 
 STEPS = st.integers(1, 6)
 AGES = st.sampled_from((0, 0, 1, 2))  # days since a save, for its manifest

@@ -31,7 +31,7 @@ from bytecheckpoint.format.manifest.envelope import MANIFEST_KEY, decode
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 
-pytestmark = pytest.mark.sampled(3, of="long searches")
+pytestmark = pytest.mark.sampled(2, of="long searches")
 
 OUTSIDE = ("out/a", "out/b")
 PLACES = st.sampled_from([*OUTSIDE, *(f"root/step-{step}" for step in range(1, 5))])

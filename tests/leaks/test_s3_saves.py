@@ -18,7 +18,7 @@ from bytecheckpoint.storage_backends.remote import backend, parts
 from bytecheckpoint.storage_backends.remote.parts import PARTS_IN_FLIGHT
 from bytecheckpoint.testing import time_limit
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow, pytest.mark.sampled(3, of="long searches")]
+pytestmark = [pytest.mark.s3, pytest.mark.slow, pytest.mark.sampled(2, of="long searches")]
 
 SAVES = 50
 WINDOW = 10

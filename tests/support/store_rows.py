@@ -150,7 +150,7 @@ class CheckpointRows:
         damage(bytes(data))
         assert bcp.open(url, storage_options=options).verify().ok
 
-    @pytest.mark.sampled(3, of="long searches")
+    @pytest.mark.sampled(2, of="long searches")
     def test_killed_at_each_point(self, store: Store, url: str) -> None:
         """The checkpoint is the old or the new one, later saves work, and nothing is left that is not listed."""
         with RankPool(WORLD) as pool:
