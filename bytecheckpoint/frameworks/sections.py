@@ -129,18 +129,19 @@ def resolve_sections(
     """Find an adapter for every section. Sections are in the order of their names. Raises ``UnknownObjectError``."""
     notes: list[str] = []
     resumed: dict[str, tuple[str, str]] = {}
-    objects = {name: state[name] for name in state}  # once: the state may make them for each access
-    adapters = {name: find_adapter(objects[name], framework, section=name) for name in sorted(objects)}
+    objects = {name: state[name] for name in sorted(state)}
+    adapters = {name: find_adapter(obj, framework, section=name) for name, obj in objects.items()}
 
     def layouts_of(obj: Any) -> Mapping[int, ParamLayout]:
-        name = next(name for name in adapters if objects[name] is obj)
-        return adapters[name].parameter_layouts(obj)
+        # A state may make its objects for each access.
+        adapter = next((adapters[name] for name, one in objects.items() if one is obj), None) or find_adapter(obj)
+        return adapter.parameter_layouts(obj)
 
     sections = []
     for name, adapter in adapters.items():
         context = Context(
             name,
-            objects,
+            state,
             rank=rank,
             world_size=world_size,
             allow_pickle=allow_pickle,
