@@ -41,6 +41,8 @@ IS_FULL := $(filter-out 0,$(BCP_TEST_FULL))
 OLDER_VLLM = $(if $(IS_FULL),0.30.0 0.31.0,$(shell echo 0.3$$(($(SAMPLE_SEED) % 2)).0))
 # Trainers' frameworks, each in an environment on top of $(VENV).
 ENGINES := deepspeed megatron huggingface bytecheckpoint
+# Its tests wait more than others.
+JOBS_main ?= 4
 # As many as there are modules with tests: a worker needs ten seconds of CPU time to start.
 JOBS_bytecheckpoint := 0
 JOBS_huggingface := 2
@@ -174,7 +176,7 @@ contracts: $(STAMP)
 	$(BIN)/lint-imports --no-logo --no-cache
 
 test-main: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=25 $(REPEATS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS_main) --dist worksteal --durations=25 $(REPEATS) $(PYTEST_ARGS)
 
 # Of all processes, except those that a test kills. It takes three times as long as test-main.
 coverage: $(STAMP)
