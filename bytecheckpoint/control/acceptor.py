@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from ..errors import CorruptionError, EngineError
 from ..runtime.threads import Threads
@@ -22,10 +22,12 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _log = logging.getLogger(__name__)
 
 
-def all_addresses() -> list[str]:
-    """Return the addresses at which other processes, also of this host, reach this one, the likeliest first."""
-    own = own_addresses(filter(None, [os.environ.get("VLLM_HOST_IP")]))
-    return list(dict.fromkeys([*own, LOOPBACK]))
+def all_addresses(facing: Iterable[str] = ()) -> list[str]:
+    """Return the addresses at which other processes, also of this host, reach this one, the likeliest first.
+
+    Those from which packets to the hosts ``facing`` this one leave come first.
+    """
+    return list(dict.fromkeys([*own_addresses(facing), LOOPBACK]))
 
 
 def connect(endpoint: Endpoint) -> socket.socket:
@@ -47,11 +49,14 @@ def notice_lost_host(connection: socket.socket) -> None:
 
 
 class Acceptor(ABC):
-    """Listens until ``close``, and serves each authenticated connection in its own thread."""
+    """Listens until ``close``, and serves each authenticated connection in its own thread.
 
-    def __init__(self) -> None:
+    ``facing`` is as in ``all_addresses``.
+    """
+
+    def __init__(self, facing: Iterable[str] = ()) -> None:
         listener = listen()
-        self.endpoint = Endpoint(all_addresses(), listener.getsockname()[1], new_key())
+        self.endpoint = Endpoint(all_addresses(facing), listener.getsockname()[1], new_key())
         self._connections: set[socket.socket] = set()
         self._threads = Threads(_MOST_CONNECTIONS, thread_name_prefix="bcp-tcp")
         self._accepting = LoopThread("bcp-accept")

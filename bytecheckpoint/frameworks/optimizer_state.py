@@ -171,8 +171,7 @@ def _capture_plain(params: Sequence[NamedParam], source: SectionSource, *, compa
         for named in params:
             capture_state(named, source, compare=compare)
         return
-    source.metas.update((shard.fqn, shard.meta) for shard in described[1])
-    source.shards += described[1]
+    source.add({shard.fqn: shard.meta for shard in described[1]}, described[1])
     source.values.update({empty_state_path(fqn): _NO_STATE for _, fqn, state in states if not state})
     if not compare:
         return

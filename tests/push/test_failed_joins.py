@@ -309,3 +309,18 @@ def test_a_sender_that_is_stopped_lets_the_version_go_in_the_end(holder: ToyEngi
         with connection, pytest.raises(OSError, match="ended"):
             receive(connection, 1, at_most(time_limit(30)))
     _works(holder, engine)
+
+
+def test_what_was_checked_does_not_change_with_the_memory_of_the_holder(holder: ToyEngine) -> None:
+    """A sender that was stopped between its check and its write would send what another push has put there."""
+    source = joining.EngineSource(HttpEngine(holder.url), time_limit(30), tcp_only=False)
+    try:
+        found = source.fetch(source.held)
+        mapped = [worker._memory for worker in source._workers]
+        assert all(memory is not None for memory in mapped)
+        for memory in mapped:
+            begin = memory.data_ptr()  # type: ignore[union-attr]
+            end = begin + memory.nbytes  # type: ignore[union-attr]
+            assert not any(begin <= one.data_ptr() < end for one in found)
+    finally:
+        source.close()

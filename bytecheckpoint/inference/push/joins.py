@@ -27,7 +27,7 @@ from .layout import Layout, Write
 from .memory import HeldVersion
 from .messages import Table, check_faults
 from .sources import PushSource
-from .transports.base import find_damaged
+from .transports.base import find_damaged, hosts_of_engine
 from .transports.shared_memory import ArenaAddress, SharedArena, attach
 
 _NUMBER = struct.Struct("!Q")  # of a chunk; before them, how many are requested, or 0 at the end
@@ -79,7 +79,7 @@ class _Hold(Acceptor):
         self._layout, self._memory = served.layout, served.memory  # stays mapped, whatever becomes of the arena
         self._wait_s, self._end = wait_s, time.monotonic() + wait_s
         self._is_connected = False
-        super().__init__()
+        super().__init__(hosts_of_engine())
 
     @property
     def has_expired(self) -> bool:
@@ -193,8 +193,9 @@ class _Worker:
 
     def read(self, chunks: Sequence[int]) -> dict[int, torch.Tensor]:
         """Return the bytes of chunks, which are verified."""
-        memory = self._memory
-        found = self._receive(chunks) if memory is None else [memory[self.layout.span(chunk)] for chunk in chunks]
+        memory, spans = self._memory, map(self.layout.span, chunks)
+        # A copy of what is mapped: its bytes must not change between this check and their digest for the engine.
+        found = self._receive(chunks) if memory is None else [memory[span].clone() for span in spans]
         damaged = find_damaged([byte_view(data) for data in found], [self._digests[chunk] for chunk in chunks])
         if damaged:
             raise CorruptionError(

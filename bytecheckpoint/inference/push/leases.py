@@ -24,6 +24,7 @@ from ...errors import BytecheckpointError, EngineError, StateError
 from ...runtime.threads import run_daemon
 from .engines.base import Budget, Engine, ask, ask_all, check_awake
 from .engines.vllm import engine_at, server_at
+from .transports.base import hosts_of_engine
 
 _CONNECT_S = 1.0  # a firewall that drops packets must not delay each push for longer
 _RESOLVE_S = 600.0  # requests of the lost push come first, in which the engine may load weights
@@ -132,7 +133,7 @@ class PauseLease(Acceptor):
         self.is_connected = False
         self.transaction, self._address = transaction, address
         self._state, self._is_over = threading.Lock(), False
-        super().__init__()
+        super().__init__(hosts_of_engine())
         self._timer = threading.Timer(seconds, self._expire, ["did not end its push in time"])
         self._timer.daemon = True
         self._timer.start()

@@ -21,6 +21,7 @@ from ....control.acceptor import Acceptor, connect
 from ....control.connections import Endpoint, at_most, receive, send
 from ....errors import DeadlineError, EngineError, UsageError
 from ....runtime.threads import run_daemon
+from ..transports.base import hosts_of_engine
 from .base import Budget, Engine
 
 METHOD = "bcp_push"
@@ -44,7 +45,7 @@ class Answers(Acceptor):
         self._found: dict[int, str] = {}
         self._workers = 1
         self._changed = threading.Condition()
-        super().__init__()
+        super().__init__(hosts_of_engine())
 
     def wait(self, name: str, budget: Budget) -> list[str]:
         """Return the answers, by worker, after vLLM has handled the request. Raises ``DeadlineError``."""

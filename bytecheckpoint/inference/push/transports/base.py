@@ -66,6 +66,11 @@ class Transport(ABC):
         """Release connections and mappings. Never raises."""
 
 
+def hosts_of_engine() -> list[str]:
+    """Return the address that the environment names for the engine of this process, if it names one."""
+    return [*filter(None, [os.environ.get("VLLM_HOST_IP")])]
+
+
 def xxh3_digests(chunks: Sequence[torch.Tensor]) -> list[int]:
     """Return the xxh3-64 digests of bytes in host memory."""
     return [xxhash.xxh3_64_intdigest(data.numpy().data) for data in chunks]

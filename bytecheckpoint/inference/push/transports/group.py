@@ -27,7 +27,7 @@ from ....control.acceptor import all_addresses
 from ....control.addresses import EVERYWHERE, LOOPBACK, listen
 from ....errors import EngineError, StateError, UsageError
 from ....runtime.threads import run_daemon
-from .base import TransportBroken
+from .base import TransportBroken, hosts_of_engine
 
 GroupBackend = Literal["gloo", "nccl"]
 
@@ -86,8 +86,9 @@ class GroupRendezvous:
                 host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach()
             )
             size = len(senders) + len(workers)
+            addresses = all_addresses(hosts_of_engine())
             self._address = GroupAddress(
-                secrets.token_hex(8), all_addresses(), self._store.port, self._backend, size, self._wait_s
+                secrets.token_hex(8), addresses, self._store.port, self._backend, size, self._wait_s
             )
             self._workers = list(workers)
         return self._address

@@ -24,7 +24,7 @@ from ....engine.tensor_bytes import byte_view
 from ....errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from ..layout import ArrivedChunk, ChunkStore, ChunkTarget
 from ..messages import SenderLost
-from .base import OutgoingChunk, Transport, TransportBroken
+from .base import OutgoingChunk, Transport, TransportBroken, hosts_of_engine
 from .cuda_ipc import OpenArena, attach_device, synchronize
 from .shared_memory import ArenaAddress, attach
 
@@ -49,7 +49,7 @@ class ChunkServer(Acceptor):
         self._senders: set[socket.socket] = set()
         self._status = STATUS.pack(TAKEN, 0)
         self._has_failed = False
-        super().__init__()
+        super().__init__(hosts_of_engine())
 
     def report_taken(self, waves: int) -> None:
         """Report to all senders that the first ``waves`` waves have left the ring buffer."""
