@@ -28,7 +28,7 @@ from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..tensors.metadata import BasicMeta
 from .configured_model import ConfiguredModel, is_supported
-from .options import DependentOption, Locate, checked, command, not_negative, parse_size, rename_option
+from .options import Locate, checked, command, not_negative, parse_size, rename_option
 from .output import Output, size_text
 from .rules_options import rules_options
 
@@ -36,7 +36,11 @@ TorchForm = Literal["dcp", "torch"]
 """A folder of ``torch.distributed.checkpoint``, or a file of ``torch.save``."""
 
 
-@command("export")
+@command(
+    "export",
+    needs={"--adapter-config": "--lora", "--lora-alpha": "--lora", "--adapter": "--lora"},
+    excludes={"--partial": ["--expect"]},
+)
 @click.argument("source")
 @click.argument("target")
 @click.option(
@@ -63,13 +67,7 @@ TorchForm = Literal["dcp", "torch"]
     "folder, or a config.json (which needs the transformers package). By default those of the model's config.json, if "
     "transformers is installed and has the architecture.",
 )
-@click.option(
-    "--partial",
-    cls=DependentOption,
-    excludes=("--expect",),
-    is_flag=True,
-    help="Do not compare the names with those of the model's config.json.",
-)
+@click.option("--partial", is_flag=True, help="Do not compare the names with those of the model's config.json.")
 @click.option(
     "--config-from",
     metavar="FOLDER",
@@ -98,27 +96,11 @@ TorchForm = Literal["dcp", "torch"]
 )
 @click.option(
     "--adapter-config",
-    cls=DependentOption,
-    needs="--lora",
     metavar="FILE",
     help="PEFT's adapter_config.json, which has the scaling. By default, the one that SOURCE has.",
 )
-@click.option(
-    "--lora-alpha",
-    cls=DependentOption,
-    needs="--lora",
-    type=float,
-    callback=not_negative,
-    metavar="N",
-    help="The scaling is N / rank.",
-)
-@click.option(
-    "--adapter",
-    cls=DependentOption,
-    needs="--lora",
-    metavar="NAME",
-    help="The adapter to export, if the model has several.",
-)
+@click.option("--lora-alpha", type=float, callback=not_negative, metavar="N", help="The scaling is N / rank.")
+@click.option("--adapter", metavar="NAME", help="The adapter to export, if the model has several.")
 def export_command(
     out: Output,
     at: Locate,

@@ -11,11 +11,11 @@ from ..checkpoint.location import Location
 from ..checkpoint.sweep import remove_uncommitted, sweep_older, uncommitted
 from ..storage_backends.local.backend import LocalBackend
 from ..transfer.journal import find_upload_journals
-from .options import EXIT_NEGATIVE, DependentOption, Locate, command, not_negative
+from .options import EXIT_NEGATIVE, Locate, command, not_negative
 from .output import Output, size_text
 
 
-@command("clean")
+@command("clean", excludes={"--yes": ["--dry-run"]})
 @click.argument("root")
 @click.option(
     "--older-than",
@@ -26,9 +26,7 @@ from .output import Output, size_text
     metavar="HOURS",
     help="Only what was begun so long ago. Younger ones may belong to a running save, which would fail.",
 )
-@click.option(
-    "-y", "--yes", cls=DependentOption, excludes=("--dry-run",), is_flag=True, help="Do not ask for confirmation."
-)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 def clean_command(out: Output, at: Locate, root: str, *, older_than: float, yes: bool, dry_run: bool) -> None:
     """Remove what failed saves have left in ROOT, and the uploads below it that were not completed.

@@ -23,7 +23,7 @@ from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..runtime.messages import listed
 from ..tensors.dtypes import DTYPES
-from .options import EXIT_NEGATIVE, DependentOption, Locate, command
+from .options import EXIT_NEGATIVE, Locate, command
 from .output import Output, count_text, plain, size_text
 from .rules_options import rules_options
 from .values import print_values, values_of
@@ -31,14 +31,12 @@ from .values import print_values, values_of
 _MAX_VALUE_CHARACTERS = 160  # in the table; --json prints values in full
 
 
-@command("inspect")
+@command("inspect", excludes={"--tensor": ["--no-tensors"], "--shards": ["--no-tensors"]})
 @click.argument("checkpoint")
 @click.option(
     "-t",
     "--tensor",
     "patterns",
-    cls=DependentOption,
-    excludes=("--no-tensors",),
     multiple=True,
     metavar="PATTERN",
     help="Only tensors that match (model.*). Repeatable.",
@@ -46,8 +44,6 @@ _MAX_VALUE_CHARACTERS = 160  # in the table; --json prints values in full
 @click.option("--tensors/--no-tensors", "tensors", default=True, help="Show the table of tensors.")
 @click.option(
     "--shards",
-    cls=DependentOption,
-    excludes=("--no-tensors",),
     is_flag=True,
     help="Show every shard: its box, the location of its bytes, and the rank that wrote it.",
 )

@@ -19,7 +19,7 @@ from ..checkpoint.discovery import (
 )
 from ..errors import CheckpointNotFoundError
 from .incomplete import waiting_uploads
-from .options import EXIT_CORRUPT, DependentOption, Locate, command
+from .options import EXIT_CORRUPT, Locate, command
 from .output import Output, age_text, size_text
 
 _FIELDS_OF_ANY_FOLDER = ("name", "url", "status", "problem", "attempts")
@@ -94,32 +94,16 @@ def _listing(one: Listing) -> dict[str, Any]:
     return document if is_checkpoint else {key: document[key] for key in _FIELDS_OF_ANY_FOLDER}
 
 
-@command("latest")
+@command(
+    "latest",
+    needs={"--mode": "--best"},
+    excludes={"--milestone": ["--best"], "--allow-fresh": ["--best", "--milestone"]},
+)
 @click.argument("root")
 @click.option("--best", "metric", metavar="METRIC", help="The one with the best METRIC, instead of the newest.")
-@click.option(
-    "--mode",
-    cls=DependentOption,
-    needs="--best",
-    type=click.Choice(get_args(BestMode)),
-    default="min",
-    show_default=True,
-    help="With --best.",
-)
-@click.option(
-    "--milestone",
-    cls=DependentOption,
-    excludes=("--best",),
-    metavar="NAME",
-    help="The milestone NAME, instead of the newest.",
-)
-@click.option(
-    "--allow-fresh",
-    cls=DependentOption,
-    excludes=("--best", "--milestone"),
-    is_flag=True,
-    help="Exit with 3, not 4, if saves were made but none of them is valid.",
-)
+@click.option("--mode", type=click.Choice(get_args(BestMode)), default="min", show_default=True, help="With --best.")
+@click.option("--milestone", metavar="NAME", help="The milestone NAME, instead of the newest.")
+@click.option("--allow-fresh", is_flag=True, help="Exit with 3, not 4, if saves were made but none of them is valid.")
 def latest_command(
     out: Output,
     at: Locate,

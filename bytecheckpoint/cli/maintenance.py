@@ -21,12 +21,12 @@ from ..foreign.opening import CheckpointSource
 from ..loading.options import LoadOptions
 from ..rules import Rules
 from ..telemetry.trace_files import merge_traces
-from .options import EXIT_NEGATIVE, DependentOption, Locate, checked, command, not_negative
+from .options import EXIT_NEGATIVE, Locate, checked, command, not_negative
 from .output import Output, size_text
 from .rules_options import rules_options
 
 
-@command("diff")
+@command("diff", excludes={"--rtol": ["--no-values"], "--atol": ["--no-values"]})
 @click.argument("a")
 @click.argument("b")
 @click.option(
@@ -35,24 +35,8 @@ from .rules_options import rules_options
     default=True,
     help="Compare elements and plain values, or only names, shapes and dtypes.",
 )
-@click.option(
-    "--rtol",
-    cls=DependentOption,
-    excludes=("--no-values",),
-    type=float,
-    default=0.0,
-    callback=not_negative,
-    help="Tolerance, relative to the value in B.",
-)
-@click.option(
-    "--atol",
-    cls=DependentOption,
-    excludes=("--no-values",),
-    type=float,
-    default=0.0,
-    callback=not_negative,
-    help="Absolute tolerance.",
-)
+@click.option("--rtol", type=float, default=0.0, callback=not_negative, help="Tolerance, relative to the value in B.")
+@click.option("--atol", type=float, default=0.0, callback=not_negative, help="Absolute tolerance.")
 def diff_command(out: Output, at: Locate, a: str, b: str, *, values: bool, rtol: float, atol: float) -> None:
     """Compare the checkpoints A and B, whatever their layouts: names, shapes, dtypes, elements and plain values.
 
@@ -89,7 +73,7 @@ def _print_differences(out: Output, report: DiffReport) -> None:
     out.line(f"{'identical' if report.same else 'different'}: {', '.join(found)}; {read}")
 
 
-@command("reshard")
+@command("reshard", needs={"--average": "--rules"})
 @click.argument("source")
 @click.argument("target")
 @click.option(
@@ -105,8 +89,6 @@ def _print_differences(out: Output, report: DiffReport) -> None:
 @rules_options
 @click.option(
     "--average",
-    cls=DependentOption,
-    needs="--rules",
     type=click.Choice(("mean",)),
     help="Compute tensors that rules of kind averaged describe as the mean of what the ranks stored.",
 )

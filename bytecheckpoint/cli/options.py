@@ -10,9 +10,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from ..checkpoint.location import Location
@@ -62,11 +65,19 @@ Locate: TypeAlias = Callable[[str], Location]
 """Returns the location of one of a command's URLs, with the storage options of the command; local paths have none."""
 
 
-def command(name: str, *, uses_storage: bool = True, finds_urls: bool = False) -> Callable[[Run], click.Command]:
+def command(
+    name: str,
+    *,
+    uses_storage: bool = True,
+    finds_urls: bool = False,
+    needs: Mapping[str, str] = MappingProxyType({}),
+    excludes: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Callable[[Run], click.Command]:
     """Decorate a function of an ``Output``, a ``Locate`` and its own parameters as a command.
 
     A command that ``finds_urls`` by itself accepts storage options without one. A command of local files only
-    (``uses_storage=False``) has no ``--storage-option``; its function gets no ``Locate``.
+    (``uses_storage=False``) has no ``--storage-option``; its function gets no ``Locate``. ``needs`` and ``excludes``
+    are options that would have no effect without another one, or together with others: to give them there is an error.
     """
 
     def decorate(function: Run) -> click.Command:
@@ -74,6 +85,7 @@ def command(name: str, *, uses_storage: bool = True, finds_urls: bool = False) -
         def run(*, as_json: bool, debug: bool, storage_option: tuple[str, ...] = (), **arguments: Any) -> None:
             with _failures(debug=debug):
                 _refuse_empty(arguments)
+                _refuse_without_effect(needs, excludes)
                 if storage_option and not finds_urls and not any(map(_is_remote, _texts(arguments.values()))):
                     raise click.UsageError(
                         "--storage-option applies to URLs such as s3://bucket/run, and none is given"
@@ -95,6 +107,8 @@ def command(name: str, *, uses_storage: bool = True, finds_urls: bool = False) -
             )(run)
         run = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(run)
         made = click.command(name, epilog=EXIT_CODES)(run)
+        names = {option for parameter in made.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        assert names.issuperset([*needs, *needs.values(), *excludes, *chain.from_iterable(excludes.values())])
         for parameter in made.params:
             if isinstance(parameter, click.Argument) and parameter.type is click.STRING:
                 parameter.type = _PathOrURL()
@@ -174,6 +188,23 @@ def _refuse_empty(arguments: Mapping[str, object]) -> None:
             raise click.BadParameter("it is empty", param=parameter)
 
 
+def _refuse_without_effect(needs: Mapping[str, str], excludes: Mapping[str, Sequence[str]]) -> None:
+    context = click.get_current_context()
+    given = {
+        option
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        for option in (parameter.secondary_opts if context.params[parameter.name or ""] is False else parameter.opts)
+    }
+    for option, needed in needs.items():
+        if option in given and needed not in given:
+            raise click.UsageError(f"{option} applies only with {needed}", context)
+    for option, others in excludes.items():
+        for other in others:
+            if {option, other} <= given:
+                raise click.UsageError(f"{option} does not apply with {other}", context)
+
+
 def _is_remote(url: str) -> bool:
     scheme = url.partition("://")[0].lower() if "://" in url or "::" in url else ""
     return scheme not in ("", "file", "local", "memory")
@@ -185,37 +216,6 @@ def _texts(values: Iterable[object]) -> Iterator[str]:
             yield value
         elif isinstance(value, tuple):
             yield from _texts(value)
-
-
-class DependentOption(click.Option):
-    """An option that would have no effect without the option ``needs``, or together with one of ``excludes``.
-
-    To give it there is an error.
-    """
-
-    def __init__(
-        self, *arguments: Any, needs: str | None = None, excludes: Sequence[str] = (), **settings: Any
-    ) -> None:
-        super().__init__(*arguments, **settings)
-        self._needs, self._excludes = needs, excludes
-
-    def handle_parse_result(
-        self, context: click.Context, options: Mapping[str, Any], arguments: list[str]
-    ) -> tuple[Any, list[str]]:
-        if self.name in options:
-            given = {
-                name
-                for parameter in context.command.params
-                if parameter.name in options
-                for name in (parameter.opts if options[parameter.name] is not False else parameter.secondary_opts)
-            }
-            own = max(self.opts, key=len)
-            if self._needs is not None and self._needs not in given:
-                raise click.UsageError(f"{own} applies only with {self._needs}", context)
-            for other in self._excludes:
-                if other in given:
-                    raise click.UsageError(f"{own} does not apply with {other}", context)
-        return super().handle_parse_result(context, options, arguments)
 
 
 def parse_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:

@@ -35,7 +35,7 @@ from ..inference.push.engines.rpc import PauseMode
 from ..inference.push.engines.vllm import TOKEN_VARIABLE
 from ..inference.push.transports.group import GroupBackend
 from ..runtime import DEFAULT_DEADLINE_S
-from .options import DependentOption, Locate, checked, command, rename_option
+from .options import Locate, checked, command, rename_option
 from .output import Output, printable, size_text
 
 _POLL_S = 2.0
@@ -108,15 +108,26 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-@command("push")
+@command(
+    "push",
+    needs={"--watch-timeout": "--watch", "--device": "--protocol"},
+    excludes={
+        "--resume": [
+            *("--to", "--watch", "--version", "--section", "--rename", "--pause", "--adapter", "--group", "--cuda-ipc"),
+            *("--protocol", "--allow-nonfinite", "--partial", "--exclude", "--quorum"),
+        ],
+        "--version": ["--watch"],
+        "--adapter": ["--watch", "--protocol"],
+        "--group": ["--cuda-ipc", "--protocol"],  # a group receives into its own memory
+        "--cuda-ipc": ["--protocol"],
+    },
+)
 @click.argument("source", required=False)
 @click.option("--to", "urls", multiple=True, metavar="URL", help="The address of an engine. Repeatable.")
 @click.option("--watch", "root", metavar="ROOT", help="Push the newest checkpoint below ROOT, and each newer one.")
 @click.option(
     "--watch-timeout",
     "timeout_s",
-    cls=DependentOption,
-    needs="--watch",
     type=float,
     callback=checked,
     metavar="SECONDS",
@@ -125,11 +136,6 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 @click.option(
     "--resume",
     "resumed",
-    cls=DependentOption,
-    excludes=(
-        *("--to", "--watch", "--version", "--section", "--rename", "--pause", "--adapter", "--group", "--cuda-ipc"),
-        *("--protocol", "--allow-nonfinite", "--partial", "--exclude", "--quorum"),
-    ),
     multiple=True,
     metavar="URL",
     help="Push nothing: resume an engine that a killed sender left paused. Repeatable.",
@@ -137,8 +143,6 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 @click.option(
     "--version",
     "version",
-    cls=DependentOption,
-    excludes=("--watch",),
     help="The engines' name for the weights; by default the checkpoint's step, or the version of SOURCE.",
 )
 @click.option("--section", default="model", show_default=True, help="The section of the checkpoint.")
@@ -154,25 +158,15 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 )
 @click.option(
     "--adapter",
-    cls=DependentOption,
-    excludes=("--watch", "--protocol"),
     metavar="NAME",
     help="SOURCE is a folder that PEFT stored; push it as the LoRA adapter NAME.",
 )
 @click.option(
     "--group",
-    cls=DependentOption,
-    excludes=("--cuda-ipc", "--protocol"),  # a group receives into its own memory
     type=click.Choice(["gloo", "nccl"]),
     help="Form a group with all workers, which broadcast shared chunks. Weights are streamed. nccl is untested.",
 )
-@click.option(
-    "--cuda-ipc",
-    cls=DependentOption,
-    excludes=("--protocol",),
-    is_flag=True,
-    help="Write into the GPUs of workers on this host. Weights are streamed.",
-)
+@click.option("--cuda-ipc", is_flag=True, help="Write into the GPUs of workers on this host. Weights are streamed.")
 @click.option(
     "--protocol",
     type=click.Choice(["checkpoint-engine"]),
@@ -181,8 +175,6 @@ def _parse_headers(context: click.Context, option: click.Parameter, given: tuple
 @click.option(
     "--device",
     "devices",
-    cls=DependentOption,
-    needs="--protocol",
     multiple=True,
     metavar="GPU-UUID",
     help="A worker's GPU, with --protocol checkpoint-engine; by default all. Repeatable.",

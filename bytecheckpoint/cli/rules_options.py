@@ -9,7 +9,7 @@ import click
 
 from ..loading.options import read_rules
 from ..rules import Rules
-from .options import DependentOption, Run
+from .options import Run
 
 
 def rules_options(function: Run) -> Run:
@@ -17,6 +17,8 @@ def rules_options(function: Run) -> Run:
 
     @functools.wraps(function)
     def run(*args: Any, rules: tuple[str, ...], define: tuple[str, ...], **arguments: Any) -> None:
+        if define and not rules:
+            raise click.UsageError("--define applies only with --rules")
         variables = dict(map(_variable, define))
         found = [read_rules(source, variables) for source in rules]
         files = [text for one in found for text in one.files]
@@ -24,8 +26,6 @@ def rules_options(function: Run) -> Run:
 
     run = click.option(
         "--define",
-        cls=DependentOption,
-        needs="--rules",
         multiple=True,
         metavar="NAME=NUMBER",
         help="The value of a number that the rules state as a name, such as heads=32. Repeatable.",

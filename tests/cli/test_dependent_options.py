@@ -6,12 +6,8 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-import click
 import pytest
 from cli_checkpoints import CommandResult
-
-from bytecheckpoint.cli import cli
-from bytecheckpoint.cli.options import DependentOption
 
 Run = Callable[..., CommandResult]
 
@@ -72,13 +68,3 @@ def test_an_invalid_value(bcp_command: Run, one: Path, arguments: str, option: s
     assert result.code == 2
     assert option in result.stderr
     assert not Path("out").exists()
-
-
-def test_every_dependency_is_an_option() -> None:
-    context = click.Context(cli)
-    for name in cli.list_commands(context):
-        command = cli.get_command(context, name)
-        names = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        for option in command.params:
-            if isinstance(option, DependentOption):
-                assert {option._needs or option.opts[0], *option._excludes} <= names
