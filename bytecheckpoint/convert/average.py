@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -16,13 +15,12 @@ from ..checkpoint.index import Index
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
 from ..checkpoint.selection import Exclusion
-from ..checkpoint.values import StoredValue
 from ..errors import MismatchError, NameNotFoundError, UsageError
 from ..format.manifest.document import timestamp
 from ..loading.matching import fault_lines
 from ..runtime.modes import default_modes
 from ..tensors.dtypes import DType
-from .diff import TensorComparison
+from .diff import TensorComparison, value_diffs
 from .reshard import chosen_part, whole_files
 from .rewriter import PIECE_BYTES, OutputTensor, Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
 
@@ -153,12 +151,11 @@ def _is_averaged(dtype: DType) -> bool:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What is averaged of one checkpoint: a part of its index, its own rows by full name, and its plain values."""
+    """What is averaged of one checkpoint: a part of its index, which has its plain values, and rows by full name."""
 
     index: Index
     part: Index
     rows: Mapping[str, int]
-    values: Mapping[tuple[Any, ...], StoredValue]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, sections: Sequence[str], exclude: Exclusion) -> _Contents:
@@ -169,9 +166,8 @@ class _Contents:
             )
         part = chosen_part(checkpoint.index, {name: name for name in sections}, exclude)
         rows = {full: row for row, full in enumerate(checkpoint.manifest.tensors.names) if full}
-        values = {(value.section, value.path, value.rank): value for value in part.foreign_values}
         kept = [full for full in part.manifest.tensors.names if full in rows]
-        return cls(checkpoint.index, part, {full: rows[full] for full in kept}, values)
+        return cls(checkpoint.index, part, {full: rows[full] for full in kept})
 
 
 def _compare(checkpoints: Sequence[Checkpoint], contents: Sequence[_Contents], readers: Sequence[Rewriter]) -> None:
@@ -192,12 +188,8 @@ def _compare(checkpoints: Sequence[Checkpoint], contents: Sequence[_Contents], r
                 faults.append(("integer", full, ""))
             elif found is not None:
                 faults.append((found.kind, full, f"{found.a} in {first.index.url}, {found.b} in {other.index.url}"))
-        keys = {key for one in (first, other) for key, value in one.values.items() if not value.only_orders_keys}
-        for key in keys:
-            encoded = [one.values[key].encoded if key in one.values else None for one in (first, other)]
-            if encoded[0] != encoded[1]:
-                name = (first if key in first.values else other).values[key].name
-                faults.append(("value", name, f"in {first.index.url} and {other.index.url}"))
+        differing = value_diffs(first.part.foreign_values, other.part.foreign_values)
+        faults += [("value", value.name, f"in {first.index.url} and {other.index.url}") for value in differing]
     if faults:
         head = f"the checkpoints cannot be averaged ({len(faults)} fault(s)); nothing was written:"
         raise MismatchError("\n".join([head, *fault_lines(faults, (), _ADVICE)]), list(faults))

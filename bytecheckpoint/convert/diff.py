@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -144,7 +144,7 @@ def diff(
         tuple(sorted(names_a.keys() - names_b.keys())),
         tuple(sorted(names_b.keys() - names_a.keys())),
         tuple(sorted(found, key=_order)),
-        tuple(_value_diffs(a, b)) if values else (),
+        tuple(value_diffs(a.index.values(), b.index.values())) if values else (),
         len(names_a.keys() & names_b.keys()),
         comparison.skipped,
         bytes_read,
@@ -280,9 +280,9 @@ def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
 
 
-def _value_diffs(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDiff]:
-    values_a = {value.name: value for value in a.index.values()}
-    values_b = {value.name: value for value in b.index.values()}
+def value_diffs(a: Iterable[StoredValue], b: Iterable[StoredValue]) -> Iterator[ValueDiff]:
+    """Yield the plain values that differ, without the order of keys."""
+    values_a, values_b = {value.name: value for value in a}, {value.name: value for value in b}
     for name in sorted(values_a.keys() | values_b.keys()):
         one, other = values_a.get(name), values_b.get(name)
         if one is not None and other is not None and one.encoded == other.encoded:

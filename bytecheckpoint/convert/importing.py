@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..checkpoint.attempts import new_attempt, remove_attempt
+from ..checkpoint.attempts import new_attempt
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
-from ..checkpoint.manifest_file import commit
 from ..checkpoint.selection import Exclusion
 from ..errors import UsageError
 from ..format.manifest.document import timestamp
 from ..frameworks.sections import check_state
 from ..runtime.modes import default_modes
 from .reshard import chosen_part, whole_files
-from .rewriter import Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
+from .rewriter import Progress, Rewriter, refuse_checkpoint
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,7 @@ def import_checkpoint(
     manifest = replace(manifest, step=manifest.step if step is None else step, created=timestamp())
     attempt = new_attempt()
     outputs = whole_files(chosen, source, attempt)
-    with cleanup_on_failure(lambda: remove_attempt(store, attempt)):
-        with Rewriter(replace(chosen, manifest=manifest)) as rewriter:
-            new = rewriter.write_all(store, attempt, outputs, progress)
-        commit(store, new, may_replace=False)
+    Rewriter(replace(chosen, manifest=manifest)).commit(store, attempt, outputs, progress)
     names = tuple(one.name for one in manifest.sections)
     files = tuple(index.manifest.files.name)
     return ImportReport(store.url, index.system, names, files, len(manifest.tensors), manifest.nbytes)

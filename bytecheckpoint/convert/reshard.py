@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..checkpoint.attempts import new_attempt, remove_attempt
+from ..checkpoint.attempts import new_attempt
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.index import Index
 from ..checkpoint.location import AnyLocation, Location
-from ..checkpoint.manifest_file import commit
 from ..checkpoint.selection import Exclusion
 from ..checkpoint.values import StoredValue, refuse_unread
 from ..engine.files import data_key
@@ -34,7 +33,7 @@ from ..tensors.geometry import Box
 from ..tensors.tables import TensorTable
 from ..version import HEADER_METADATA
 from .related import kept_files
-from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
+from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, refuse_checkpoint
 
 Layout = Literal["whole", "sharded"]
 
@@ -133,11 +132,9 @@ def reshard(
     bytes_to_read = manifest.nbytes + int(manifest.files.head_length.sum())
     bytes_read = 0
     if not dry_run:
-        with cleanup_on_failure(lambda: remove_attempt(store, attempt)):
-            with Rewriter(checkpoint.index) as rewriter:
-                new = rewriter.write_all(store, attempt, outputs, progress)
-            bytes_read = rewriter.bytes_read + sum(one.size for one in values)
-            commit(store, new, may_replace=False)
+        rewriter = Rewriter(checkpoint.index)
+        rewriter.commit(store, attempt, outputs, progress)
+        bytes_read = rewriter.bytes_read + sum(one.size for one in values)
     return ReshardReport(store.url, layout, dry_run, tuple(plans), bytes_to_read, bytes_read)
 
 

@@ -18,7 +18,9 @@ from typing import Self
 import numpy as np
 import torch
 
+from ..checkpoint.attempts import remove_attempt
 from ..checkpoint.index import Index
+from ..checkpoint.manifest_file import commit
 from ..engine.checksums import ChunkHasher, chunk_size_for
 from ..engine.reading.reader import ReadPart, ShardReader
 from ..engine.tensor_bytes import box_view, byte_view
@@ -252,6 +254,16 @@ class Rewriter:
             progress(len(file.head))
         head = len(file.head), checksum_of(file.head)
         return WrittenFile(file.key, file.size, *head, chunk_size, file.section, file.kind, hasher.checksums())
+
+    def commit(self, target: StorageBackend, attempt: str, files: Sequence[OutputFile], progress: Progress) -> None:
+        """Write all files of a new checkpoint and commit it, if everything that was read is right; use it once.
+
+        After a failure, nothing remains. Raises as ``convert.reshard.reshard``.
+        """
+        with cleanup_on_failure(lambda: remove_attempt(target, attempt)):
+            with self:
+                manifest = self.write_all(target, attempt, files, progress)
+            commit(target, manifest, may_replace=False)
 
     def write_all(
         self, target: StorageBackend, attempt: str, files: Sequence[OutputFile], progress: Progress
