@@ -18,7 +18,6 @@ from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from .archives.embedded import read_embedded
-from .archives.torch_archive import TorchArchive
 from .building import IndexBuilder, StoredBox, StoredLeaf
 from .naming import OPTIMIZER_SECTION, sections_of, step_of
 from .pickles.classes import explain, storage_dtype
@@ -112,7 +111,9 @@ class DcpFolder:
 
     def tree(self, builder: IndexBuilder) -> dict[str, Any]:
         """Return the saved tree with ``StoredLeaf``s, and its plain values, which are read."""
-        leaves = self.leaves(builder)
+        tensors, objects = self.contents(builder)
+        values = TorchValues(builder)
+        leaves = {**tensors, **{name: values.tree(value) for name, value in objects.items()}}
         top: dict[Any, Any] = {}
         for name, leaf in leaves.items():
             *parents, key = self.paths.get(name, (name,))
@@ -123,12 +124,6 @@ class DcpFolder:
                     raise FormatError(f"{self._where}: {name!r:.200} is stored below a value")
             node[key] = leaf
         return {key: with_lists(child) for key, child in top.items()}
-
-    def leaves(self, builder: IndexBuilder) -> dict[str, Any]:
-        """Return the tensors as ``StoredLeaf``s and the plain values, by DCP's flat names."""
-        tensors, objects = self.contents(builder)
-        values = TorchValues(builder)
-        return {**tensors, **{name: values.tree(value) for name, value in objects.items()}}
 
     def contents(self, builder: IndexBuilder) -> tuple[dict[str, StoredLeaf], dict[str, Any]]:
         """Return the tensors, and the other objects as ``interpret`` returns them, by DCP's flat names."""
@@ -246,8 +241,8 @@ class DcpFolder:
         for item in items - self._headers.keys():
             by_file[item.file].append(item)
         read = read_all(lambda file: self._read_file(file, by_file[file]), by_file)
-        for group, archives in zip(by_file.values(), read, strict=True):
-            found.update((item, archive.value) for item, archive in zip(group, archives, strict=True))
+        for group, values in zip(by_file.values(), read, strict=True):
+            found.update(zip(group, values, strict=True))
         return found
 
     def _plain_tensor(self, item: Item, header: bytes) -> Any:
@@ -261,7 +256,7 @@ class DcpFolder:
         where = f"{self._where}: the header of the tensor at byte {item.offset} of {item.file}"
         return interpret(header, where, storage)
 
-    def _read_file(self, file: str, items: list[Item]) -> list[TorchArchive]:
+    def _read_file(self, file: str, items: list[Item]) -> list[Any]:
         try:
             return read_embedded(self._backend, file, [item.offset for item in items], [item.length for item in items])
         except KeyNotFoundError as error:

@@ -83,7 +83,7 @@ class SourcePath:
 
         def read(name: str) -> Any:
             try:
-                return read_archive(self.backend, self.prefix + name).value
+                return read_archive(self.backend, self.prefix + name)
             except KeyNotFoundError as error:
                 why = f", but {listed_in} names it" if listed_in else ""
                 raise CorruptionError(f"{self.url}/{name}: file is missing{why}; fetch it again") from error

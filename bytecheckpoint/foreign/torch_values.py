@@ -138,8 +138,7 @@ def read_torch_file(source: SourcePath) -> Index | None:
     if not magic.startswith(_ZIP) and magic[2:] != OLD_MAGIC:
         return None
     builder = IndexBuilder(source.backend, "torch.save")
-    value = read_archive(source.backend, source.name).value
-    tree = TorchValues(builder).tree(value)
+    tree = TorchValues(builder).tree(read_archive(source.backend, source.name))
     if isinstance(tree, UnreadObject):
         raise NotACheckpointError(
             f"{source.url} holds {tree.what}, pickled as a whole; in a program that has its class, save a dictionary: "

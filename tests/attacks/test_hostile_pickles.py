@@ -240,7 +240,7 @@ ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
 def read(data: bytes) -> Any:
     backend = MemoryBackend("archives")
     backend.put("file", data)
-    return read_archive(backend, "file").value
+    return read_archive(backend, "file")
 
 
 @pytest.mark.parametrize("name", ARCHIVES)

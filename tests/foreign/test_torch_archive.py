@@ -24,6 +24,7 @@ from bytecheckpoint.foreign.archives import embedded
 from bytecheckpoint.foreign.archives.embedded import read_embedded
 from bytecheckpoint.foreign.archives.torch_archive import read_archive, read_parts
 from bytecheckpoint.foreign.pickles.records import TensorRef
+from bytecheckpoint.frameworks.tree_paths import find_all
 from bytecheckpoint.storage_backends import open_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -39,7 +40,7 @@ DTYPES = [
 def load(folder: Path, value: Any, **options: Any) -> tuple[Any, Any]:
     """Return what this library and torch read of a saved value."""
     torch.save(value, folder / "value.pt", **options)
-    found = read_archive(open_backend(str(folder)), "value.pt").value
+    found = read_archive(open_backend(str(folder)), "value.pt")
     return found, torch.load(folder / "value.pt", weights_only=False)
 
 
@@ -128,9 +129,9 @@ def test_crc_of_each_storage(tmp_path: Path, has_crcs: bool) -> None:
         torch.save({str(size): torch.randn(size) for size in (0, 1, 100, 5000)}, tmp_path / "value.pt")
     finally:
         torch.serialization.set_crc32_options(before)
-    archive = read_archive(open_backend(str(tmp_path)), "value.pt")
-    assert len(archive.storages) == 4
-    for ref in archive.value.values():
+    found = read_archive(open_backend(str(tmp_path)), "value.pt")
+    assert len(found) == 4
+    for ref in found.values():
         assert type(ref) is TensorRef
         raw = fill(ref, tmp_path).numpy().tobytes()
         assert ref.storage.crc32 == (zlib.crc32(raw) if has_crcs else None)
@@ -163,12 +164,12 @@ def test_many_archives_in_one_file_equal_single_ones(
     monkeypatch.setattr(embedded, "read_parts", lambda *args: (parsed.append(args[1]), read_parts(*args))[1])
     found = read_embedded(backend, "items", offsets, lengths)
     assert len(parsed) < len(values) / 2
-    for index, (value, archive) in enumerate(zip(values, found)):
-        assert_equal(archive.value, value, tmp_path)
-        single = read_archive(backend, "items", base=offsets[index], length=lengths[index])
-        storages = [asdict(one) for one in archive.storages.values()]
-        assert storages == [asdict(one) for one in single.storages.values()]
-        assert all((one["crc32"] is not None) == has_crcs for one in storages)
+    for index, (value, one) in enumerate(zip(values, found)):
+        assert_equal(one, value, tmp_path)
+        (single,) = read_embedded(backend, "items", [offsets[index]], [lengths[index]])
+        storages, of_single = ([asdict(ref.storage) for ref in find_all(tree, TensorRef)] for tree in (one, single))
+        assert storages == of_single
+        assert all((storage["crc32"] is not None) == has_crcs for storage in storages)
 
 
 def test_archives_of_many_tensors_take_little_memory(tmp_path: Path) -> None:
@@ -188,8 +189,8 @@ def test_archives_of_many_tensors_take_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
-    for value, archive in zip(values, found):
-        assert_equal(archive.value, value, tmp_path)
+    for value, one in zip(values, found):
+        assert_equal(one, value, tmp_path)
 
 
 def test_damage_in_one_of_many_archives_is_found(tmp_path: Path) -> None:
@@ -213,5 +214,5 @@ def test_archive_inside_a_file(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(10), "b": [1, 2]}, tmp_path / "inner.pt")
     inner = (tmp_path / "inner.pt").read_bytes()
     (tmp_path / "outer").write_bytes(b"x" * 1001 + inner + b"y" * 99)
-    found = read_archive(open_backend(str(tmp_path)), "outer", base=1001, length=len(inner)).value
+    (found,) = read_embedded(open_backend(str(tmp_path)), "outer", [1001], [len(inner)])
     assert_equal(found, {"a": torch.arange(10), "b": [1, 2]}, tmp_path)

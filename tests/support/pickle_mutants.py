@@ -160,7 +160,7 @@ def read(name: str, data: bytes) -> Any:
     if name.endswith(".pt"):
         backend = MemoryBackend("mutants")
         backend.put("file", data)
-        return read_archive(backend, "file").value
+        return read_archive(backend, "file")
     return interpret(data, "file")
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import FormatError
 from ...storage_backends.base import ObjectReader, StorageBackend
-from ..pickles.records import Storage, TensorRef
+from ..pickles.records import TensorRef
 from .ranges import Positions, Rows, read_rows
-from .torch_archive import ArchiveParts, TorchArchive, interpret_parts, read_parts
+from .torch_archive import ArchiveParts, interpret_parts, read_parts
 
 _MAX_ROW = 1 << 20  # an archive of which more bytes matter is parsed separately
 _BATCH = 32 << 20  # bytes that are compared at once
@@ -26,9 +27,7 @@ _STRUCTURE = frozenset(["data.pkl", "byteorder"])  # entries whose contents matt
 _CRC_IN_HEADER, _CRC_SIZE = 14, 4
 
 
-def read_embedded(
-    backend: StorageBackend, key: str, offsets: Sequence[int], lengths: Sequence[int]
-) -> list[TorchArchive]:
+def read_embedded(backend: StorageBackend, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> list[Any]:
     """Read the objects of many archives in one file.
 
     Args:
@@ -38,7 +37,7 @@ def read_embedded(
         lengths: The bytes of each archive.
 
     Returns:
-        The archives, as ``read_archive`` returns each of them.
+        The objects, as ``interpret`` returns each of them.
 
     Raises:
         FormatError: A range is not inside the file, or holds no archive that this library reads.
@@ -51,63 +50,39 @@ def read_embedded(
         if offset < 0 or length <= 0 or offset + length > size:
             raise FormatError(f"{where}: an item at byte {offset} of {length} bytes is not inside its {size} bytes")
         groups.setdefault(length, []).append(index)
-    found: dict[int, TorchArchive] = {}
+    found: dict[int, Any] = {}
     with backend.open_object(key) as reader:
         for length, members in groups.items():
-            group = _Group(reader, key, where, length, np.array(offsets, np.int64))
-            group.read(np.array(members, np.int64), found)
+            bases = np.array([offsets[index] for index in members], np.int64)
+            found.update(zip(members, _read_group(reader, key, where, bases, length), strict=True))
     return [found[index] for index in range(len(offsets))]
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Archives of one length."""
-
-    reader: ObjectReader
-    file: str
-    where: str
-    length: int
-    offsets: Positions
-
-    def read(self, members: Positions, found: dict[int, TorchArchive]) -> None:
-        """Add the archives of these numbers to ``found``."""
-        tries = 0
-        while len(members):
-            first, members = int(members[0]), members[1:]
-            base, tries = int(self.offsets[first]), tries + 1
-            where = f"{self.where} at byte {base}"
-            parts = read_parts(self.reader, base, self.length, where)
-            archive = found[first] = interpret_parts(parts, self.file, base, where)
-            pattern = (
-                _Pattern.of(self.reader, base, parts, archive) if len(members) and tries <= _MAX_PATTERNS else None
-            )
-            if pattern is not None:
-                members = self._match(pattern, archive, base, members, found)
-
-    def _match(
-        self, pattern: _Pattern, like: TorchArchive, base: int, members: Positions, found: dict[int, TorchArchive]
-    ) -> Positions:
-        """Add those that equal a parsed archive, and return the others."""
-        rest = [members[:0]]
-        step = max(1, _BATCH // len(pattern.expected))
-        for at in range(0, len(members), step):
-            batch = members[at : at + step]
-            rows = pattern.read(self.reader, self.offsets[batch])
-            is_equal = ((rows == pattern.expected) | ~pattern.checked).all(axis=1)
-            crcs = pattern.crcs(rows[is_equal])
-            for index, crc32 in zip(batch[is_equal].tolist(), crcs, strict=True):
-                found[index] = _moved(like, int(self.offsets[index]) - base, crc32)
-            rest.append(batch[~is_equal])
-        return np.concatenate(rest)
+def _read_group(reader: ObjectReader, file: str, where: str, bases: Positions, length: int) -> list[Any]:
+    """Read the objects of archives of one length, which begin at ``bases``."""
+    found: list[Any] = [None] * len(bases)
+    left, tries = np.arange(len(bases)), 0
+    while len(left):
+        first, left, tries = int(left[0]), left[1:], tries + 1
+        base = int(bases[first])
+        parts = read_parts(reader, base, length, f"{where} at byte {base}")
+        found[first] = interpret_parts(parts, file, base, f"{where} at byte {base}")
+        pattern = _Pattern.of(reader, base, parts, found[first]) if len(left) and tries <= _MAX_PATTERNS else None
+        if pattern is not None:
+            left = pattern.match(reader, bases, left, found)
+    return found
 
 
 @dataclass(frozen=True)
 class _Pattern:
     """The bytes that make another archive equal to a parsed one: all but those of the storage, ``[start, end)``.
 
-    ``checked`` marks those on which the result depends; ``crc_at`` is where the CRC-32 of the storage is.
+    The parsed one begins at ``base`` and holds ``value``. ``checked`` marks the bytes on which the result depends;
+    ``crc_at`` is where the CRC-32 of the storage is.
     """
 
+    base: int
+    value: Any
     start: int
     end: int
     length: int
@@ -116,10 +91,10 @@ class _Pattern:
     crc_at: int | None
 
     @classmethod
-    def of(cls, reader: ObjectReader, base: int, parts: ArchiveParts, archive: TorchArchive) -> _Pattern | None:
-        """Return the pattern; None if there are too many bytes, or if the archive is no tensor and has storages."""
-        data = [parts.entries[f"data/{key}"] for key in archive.storages]
-        if data and type(archive.value) is not TensorRef:
+    def of(cls, reader: ObjectReader, base: int, parts: ArchiveParts, value: Any) -> _Pattern | None:
+        """Return the pattern; None if there are too many bytes, or storages of anything but one tensor."""
+        data = [entry for name, entry in parts.entries.items() if name.startswith("data/")]
+        if len(data) > 1 or (data and type(value) is not TensorRef):
             return None
         start, end = (data[0].start, data[0].start + data[0].nbytes) if data else (parts.length, parts.length)
         size = start + parts.length - end
@@ -140,8 +115,21 @@ class _Pattern:
                 for at in (entry.crc_field, entry.header + _CRC_IN_HEADER):
                     mark(at, at + _CRC_SIZE, matters=False)
         crc_at = data[0].crc_field - end + start if data and parts.has_crcs else None
-        pattern = cls(start, end, parts.length, np.empty(0, np.uint8), checked, crc_at)
+        pattern = cls(base, value, start, end, parts.length, np.empty(0, np.uint8), checked, crc_at)
         return replace(pattern, expected=pattern.read(reader, np.array([base], np.int64))[0])
+
+    def match(self, reader: ObjectReader, bases: Positions, members: Positions, found: list[Any]) -> Positions:
+        """Add the objects of those archives that equal the parsed one, and return the others."""
+        rest = [members[:0]]
+        step = max(1, _BATCH // len(self.expected))
+        for at in range(0, len(members), step):
+            batch = members[at : at + step]
+            rows = self.read(reader, bases[batch])
+            is_equal = ((rows == self.expected) | ~self.checked).all(axis=1)
+            for index, crc32 in zip(batch[is_equal].tolist(), self.crcs(rows[is_equal]), strict=True):
+                found[index] = _moved(self.value, int(bases[index]) - self.base, crc32)
+            rest.append(batch[~is_equal])
+        return np.concatenate(rest)
 
     def read(self, reader: ObjectReader, bases: Positions) -> Rows:
         """Return these bytes of the archives that begin at ``bases``, one archive in a row."""
@@ -156,10 +144,9 @@ class _Pattern:
         return found
 
 
-def _moved(like: TorchArchive, distance: int, crc32: int | None) -> TorchArchive:
-    """An archive that equals another one, ``distance`` bytes before it."""
-    if type(like.value) is not TensorRef:
-        return like
-    old = like.value.storage
-    storage: Storage = replace(old, offset=old.offset + distance, crc32=crc32)
-    return TorchArchive(replace(like.value, storage=storage), {storage.key: storage})
+def _moved(value: Any, distance: int, crc32: int | None) -> Any:
+    """The object of an archive that equals another one, ``distance`` bytes before it, with this ``value``."""
+    if type(value) is not TensorRef:
+        return value
+    old = value.storage
+    return replace(value, storage=replace(old, offset=old.offset + distance, crc32=crc32))

@@ -23,19 +23,6 @@ OLD_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 @dataclass(frozen=True)
-class TorchArchive:
-    """What ``torch.save`` stored.
-
-    Attributes:
-        value: The object, as ``interpret`` returns it.
-        storages: The storages that it refers to, by key.
-    """
-
-    value: Any
-    storages: Mapping[str, Storage]
-
-
-@dataclass(frozen=True)
 class ArchiveParts:
     """The parts of an archive that were read; positions are relative to the archive.
 
@@ -54,28 +41,15 @@ class ArchiveParts:
     has_crcs: bool
 
 
-def read_archive(backend: StorageBackend, key: str, *, base: int = 0, length: int | None = None) -> TorchArchive:
-    """Read the object that ``torch.save`` stored, and find its storages.
+def read_archive(backend: StorageBackend, key: str) -> Any:
+    """Return the object that ``torch.save`` stored in a file, as ``interpret`` returns it.
 
-    Args:
-        backend: The storage backend.
-        key: The file.
-        base: Where the archive begins in the file.
-        length: Its length in bytes; None for the rest of the file.
-
-    Returns:
-        The object and its storages.
-
-    Raises:
-        FormatError: It is no archive of ``torch.save``, or it is damaged, compressed or big-endian.
-        CorruptionError: The CRC-32 of the pickled object differs.
-        StorageError: The file cannot be read.
+    Raises ``FormatError`` if the file is no archive of ``torch.save``, or is damaged, compressed or big-endian,
+    ``CorruptionError`` if the CRC-32 of the pickled object differs, and ``StorageError`` if it cannot be read.
     """
-    if length is None:
-        length = backend.stat(key).size - base
-    where = f"{backend.url}/{key}" + (f" at byte {base}" if base else "")
+    length, where = backend.stat(key).size, f"{backend.url}/{key}"
     with backend.open_object(key) as reader:
-        head = ByteWindow(reader, base, length, where).read(0, min(length, 2 + len(OLD_MAGIC)))
+        head = ByteWindow(reader, 0, length, where).read(0, min(length, 2 + len(OLD_MAGIC)))
         if head[2:] == OLD_MAGIC:
             raise FormatError(
                 f"{where}: a torch before 1.6 wrote it, or a later one in that form, which is no archive and is not "
@@ -84,8 +58,8 @@ def read_archive(backend: StorageBackend, key: str, *, base: int = 0, length: in
         refuse_pointer(head, where)
         if not head.startswith(b"PK"):
             raise FormatError(f"{where}: torch.save did not write it; it begins with {head[:8]!r}")
-        parts = read_parts(reader, base, length, where)
-    return interpret_parts(parts, key, base, where)
+        parts = read_parts(reader, 0, length, where)
+    return interpret_parts(parts, key, 0, where)
 
 
 def read_parts(reader: ObjectReader, base: int, length: int, where: str) -> ArchiveParts:
@@ -110,29 +84,17 @@ def read_parts(reader: ObjectReader, base: int, length: int, where: str) -> Arch
     return ArchiveParts(entries, directory, length, pickle, has_crcs)
 
 
-def interpret_parts(parts: ArchiveParts, key: str, base: int, where: str) -> TorchArchive:
-    """Interpret the object. Raises ``FormatError``."""
-    finder = StorageFinder(parts, key, base)
-    return TorchArchive(interpret(parts.pickle, where, finder), finder.storages)
+def interpret_parts(parts: ArchiveParts, file: str, base: int, where: str) -> Any:
+    """Interpret the object of an archive that begins at byte ``base`` of a file. Raises ``FormatError``."""
+    storages: dict[str, Storage] = {}
 
-
-class StorageFinder:
-    """Finds the storage that a persistent id of ``torch.save`` means."""
-
-    def __init__(self, parts: ArchiveParts, file: str, base: int) -> None:
-        self.storages: dict[str, Storage] = {}
-        self._parts = parts
-        self._file = file
-        self._base = base
-
-    def __call__(self, persistent_id: Any) -> Storage | Instance:
-        """Return the storage. Raises ``FormatError``."""
+    def storage_of(persistent_id: Any) -> Storage | Instance:
         if type(persistent_id) is not tuple or len(persistent_id) != 5 or persistent_id[0] != "storage":
             raise FormatError("it refers to something that is no storage")
         _, kind, key, location, numel = persistent_id
         if type(kind) is not Global or type(key) is not str or type(location) is not str or type(numel) is not int:
             raise FormatError("it refers to a storage in an unknown way")
-        entry = self._parts.entries.get(_DATA + key)
+        entry = parts.entries.get(_DATA + key)
         if entry is None:
             raise FormatError(f"it refers to storage {key!r:.50}, which is not in the archive")
         dtype = storage_dtype(kind)
@@ -142,15 +104,16 @@ class StorageFinder:
             raise FormatError(
                 f"storage {key!r:.50} has {entry.nbytes} bytes, which are not {numel} elements of type {dtype}"
             )
-        found = self.storages.get(key)
+        found = storages.get(key)
         if found is not None and found.dtype == dtype:
             return found
         if found is not None and entry.nbytes:
             raise FormatError(f"storage {key!r:.50} is used as {found.dtype} and as {dtype}")
-        crc32 = entry.crc32 if self._parts.has_crcs else None
-        start = self._base + entry.start
-        self.storages[key] = Storage(key, dtype, self._file, start, entry.nbytes, crc32, location)
-        return self.storages[key]
+        crc32 = entry.crc32 if parts.has_crcs else None
+        storages[key] = Storage(key, dtype, file, base + entry.start, entry.nbytes, crc32)
+        return storages[key]
+
+    return interpret(parts.pickle, where, storage_of)
 
 
 def _without_root(found: Mapping[str, Entry], where: str) -> dict[str, Entry]:

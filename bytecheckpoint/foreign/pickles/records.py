@@ -68,7 +68,6 @@ class Storage:
         offset: The first byte in the file.
         nbytes: The length in bytes.
         crc32: The CRC-32 of all bytes, or None if the archive has none.
-        location: The device it was on, such as ``cuda:0``.
     """
 
     key: str
@@ -77,7 +76,6 @@ class Storage:
     offset: int
     nbytes: int
     crc32: int | None
-    location: str = "cpu"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
