@@ -83,6 +83,20 @@ def section_state(
     return _model_state_dict(tree) if kind in _MODELS else tree
 
 
+def options_by_name(tree: Any) -> dict[str, Any] | None:
+    """Return the hyper-parameters of each parameter as a flattened state dict of an optimizer has them.
+
+    None if the tree is no state dict of an optimizer, or has numbers in place of names.
+    """
+    groups = tree.get("param_groups") if isinstance(tree, Mapping) else None
+    found = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+    named = [(fqn, group) for group in found for fqn in group.get("params", ()) if isinstance(fqn, str)]
+    options = {
+        f"param_groups.{fqn}.{key}": value for fqn, group in named for key, value in group.items() if key != "params"
+    }
+    return options if named else None
+
+
 def _model_state_dict(tree: Any) -> dict[str, Any]:
     state = {name: value for name, value in tree.items() if name not in (*_NOT_IN_STATE_DICT, _EXTRA_STATE, _OWN_STATE)}
     for module, extra in tree.get(_EXTRA_STATE, {}).items():

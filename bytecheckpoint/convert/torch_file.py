@@ -21,7 +21,7 @@ from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from .rewriter import OutputTensor, Progress, Rewriter
 from .selection import output_dtype, parse_cast
-from .state_dicts import Refused, section_state
+from .state_dicts import Refused, options_by_name, section_state
 from .torch_layout import TorchLayout
 
 
@@ -109,14 +109,11 @@ def export_torch_file(
 
 def _flattened(tree: Any) -> Any:
     """Return an optimizer's state dict by names in its flattened form, and any other tree as it is."""
-    groups = tree.get("param_groups") if isinstance(tree, dict) and tree.keys() == {"state", "param_groups"} else None
-    if not isinstance(groups, list) or not any(isinstance(fqn, str) for group in groups for fqn in group["params"]):
+    options = options_by_name(tree)
+    if options is None or tree.keys() != {"state", "param_groups"}:
         return tree
-    flat = {f"state.{fqn}.{key}": found for fqn, state in tree["state"].items() for key, found in state.items()}
-    for group in groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        flat |= {f"param_groups.{fqn}.{key}": value for fqn in group["params"] for key, value in options.items()}
-    return flat
+    state = {f"state.{fqn}.{key}": found for fqn, entries in tree["state"].items() for key, found in entries.items()}
+    return {**state, **options}
 
 
 def exportable_state(checkpoint: Checkpoint, section: str | None, exclude: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..convert.state_dicts import Refused, StoredTensorRef, section_state
+from ..convert.state_dicts import Refused, StoredTensorRef, options_by_name, section_state
 from ..frameworks.tree_paths import find_all, replace_all
 from ..tensors.metadata import Path
 from .items import METADATA_KEY
@@ -47,7 +47,8 @@ class StoredItems:
                 state.update(tree)
             else:
                 state[section] = tree
-                others.update(_options_by_name(section, tree))
+                options = options_by_name(tree) or {}
+                others.update({f"{section}.{name}": value for name, value in options.items()})
         return cls.of_state(state, others) if stored.get("flattened", True) else cls(state)
 
     @classmethod
@@ -93,19 +94,3 @@ def _placeholder(found: StoredTensorRef) -> torch.Tensor:
     made = torch.empty(0, dtype=torch.float32).as_subclass(_Placeholder)
     made.row = found.row
     return made
-
-
-def _options_by_name(section: str, tree: Any) -> dict[str, Any]:
-    """The hyper-parameters of each parameter, if the tree is an optimizer's state dict by names."""
-    groups = tree.get("param_groups") if isinstance(tree, Mapping) else None
-    if not isinstance(groups, list):
-        return {}
-    return {
-        f"{section}.param_groups.{fqn}.{key}": value
-        for group in groups
-        if isinstance(group, Mapping)
-        for fqn in group.get("params", ())
-        if isinstance(fqn, str)
-        for key, value in group.items()
-        if key != "params"
-    }

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.index import Index
-from ..errors import (
-    CheckpointNotFoundError,
-    CorruptionError,
-    FormatError,
-    KeyNotFoundError,
-    NotACheckpointError,
-    UnsupportedTensorError,
-)
+from ..errors import CorruptionError, FormatError, KeyNotFoundError, NotACheckpointError, UnsupportedTensorError
 from ..format.hf_index import INDEX_KEY, SINGLE_KEY, refuse_pointer
 from ..format.safetensors import HeaderRecord, SafetensorsHeader, dtype_and_shape, parse_header
 from ..runtime.messages import listed
@@ -40,15 +33,14 @@ def read_huggingface(source: SourcePath) -> Index | None:
     A folder with safetensors files is read from these, even if it also has files of ``torch.save``. Those have CRC-32s;
     safetensors files have no checksums.
 
-    Raises what ``_SafetensorsFolder`` and ``_add_torch_model`` raise for damaged files and for a folder with several
+    Raises what ``_add_safetensors`` and ``_add_torch_model`` raise for damaged files and for a folder with several
     models, ``UnsupportedTensorError`` for a dtype that torch does not have, and ``NotACheckpointError`` for a folder
     of GGUF files only.
     """
     names = [source.name] if source.name else source.children
-    if any(name.endswith((".safetensors", INDEX_KEY)) for name in names):
-        folder = _SafetensorsFolder(source)
+    if any(name.endswith(".safetensors") or (name == INDEX_KEY and not source.name) for name in names):
         builder = IndexBuilder(source.backend, "safetensors")
-        _add_safetensors(folder, builder)
+        _add_safetensors(source, builder)
         return _build(source, builder)
     if source.name:
         return None
@@ -67,13 +59,28 @@ def _build(source: SourcePath, builder: IndexBuilder) -> Index:
     return builder.build(step=files.step, world_size=files.world_size)
 
 
-def _add_safetensors(folder: _SafetensorsFolder, builder: IndexBuilder) -> None:
+def _add_safetensors(source: SourcePath, builder: IndexBuilder) -> None:
+    """Add the section ``model`` of a safetensors file or of a folder that has some to an index.
+
+    Raises as ``_model_files`` and ``_check_names``, ``NotACheckpointError`` for a folder of which the model is unclear,
+    ``FormatError`` for a file that violates the format, and ``CorruptionError`` for one that is missing.
+    """
+    files, places = ([source.name], {}) if source.name else _model_files(source, INDEX_KEY, [SINGLE_KEY])
+    files = files or [name for name in source.children if name.endswith(".safetensors")]
+    if len(files) > 1 and not places:
+        raise NotACheckpointError(
+            f"{source.url} holds no {SINGLE_KEY} and no {INDEX_KEY}, but {len(files)} safetensors files; name the one "
+            f"to use"
+        )
+    headers = {key: _read_header(source.backend, key) for key in files}
+    names = {key: [record.name for record in header.entries] for key, header in headers.items()}
+    _check_names(source.url, names, INDEX_KEY, places)
     builder.add_section(MODEL_SECTION, "module")
-    for key, header in folder.headers.items():
+    for key, header in headers.items():
         size = header.data_start + max((record.end for record in header.entries), default=0)
         file = builder.add_file(key, size)
         for record in header.entries:
-            meta = _meta_of(record, f"{folder.backend.url}/{key}")
+            meta = _meta_of(record, f"{source.backend.url}/{key}")
             leaf = StoredLeaf.whole(meta, file, header.data_start + record.begin)
             builder.add_tensor(MODEL_SECTION, record.name, leaf)
 
@@ -81,111 +88,89 @@ def _add_safetensors(folder: _SafetensorsFolder, builder: IndexBuilder) -> None:
 def _add_torch_model(source: SourcePath, builder: IndexBuilder) -> bool:
     """Add the section ``model`` of a folder to an index; False if the folder has no such model.
 
-    Raises ``CorruptionError`` for a missing file, ``FormatError`` for a damaged one, one without a state dict, or one
-    that disagrees with the index, and ``NotACheckpointError`` for several models.
+    Raises as ``_model_files`` and ``_check_names``, ``CorruptionError`` for a missing file, and ``FormatError`` for a
+    damaged one or one without a state dict.
     """
-    found = [name for name in _BIN_KEYS if name in source.children]
-    index = _read_weight_map(source.backend, _BIN_INDEX_KEY, ".bin") if _BIN_INDEX_KEY in source.children else None
-    if index is not None:
-        found = [_BIN_INDEX_KEY, *(name for name in found if name not in index.values())]
-    if not found:
-        return False
+    files, places = _model_files(source, _BIN_INDEX_KEY, _BIN_KEYS)
+    documents = source.objects(files, listed_in=_BIN_INDEX_KEY)
+    values = TorchValues(builder)
+    trees: dict[str, dict[str, Any]] = {}
+    for file, document in zip(files, documents, strict=True):
+        tree = values.tree(document)
+        if not is_state_dict(tree) and tree != {}:
+            raise FormatError(f"{source.backend.url}/{file}: it does not hold a model's tensors by name")
+        trees[file] = tree
+    _check_names(source.url, trees, _BIN_INDEX_KEY, places)
+    if files:
+        builder.add_section(MODEL_SECTION, "module")
+        tensors = {name: leaf for tree in trees.values() for name, leaf in tree.items()}
+        builder.add_tree(MODEL_SECTION, module_names(tensors))
+    return bool(files)
+
+
+def _model_files(source: SourcePath, index_key: str, known: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the files of the model in a folder, and the file of each name that its index states.
+
+    ``known`` are the names of a model in one file. Raises ``NotACheckpointError`` for several models, and
+    ``FormatError`` for an index that names files of another kind, or elsewhere.
+    """
+    found = [name for name in known if name in source.children]
+    places: dict[str, str] = {}
+    if index_key in source.children:
+        places = _read_weight_map(source.backend, index_key)
+        found = [index_key, *(name for name in found if name not in places.values())]
     if len(found) > 1:
         raise NotACheckpointError(
             f"{source.url} holds both {found[0]} and {found[1]}, which are different models; name the file to use, or "
             f"remove the other"
         )
-    files = found if index is None else sorted(set(index.values()))
-    documents = source.objects(files, listed_in=_BIN_INDEX_KEY)
-    values = TorchValues(builder)
-    tensors: dict[str, Any] = {}
-    places: dict[str, str] = {}
-    for file, document in zip(files, documents, strict=True):
-        tree = values.tree(document)
-        if not is_state_dict(tree) and tree != {}:
-            raise FormatError(f"{source.backend.url}/{file}: it does not hold a model's tensors by name")
-        for name, leaf in tree.items():
-            if name in tensors:
-                raise FormatError(f"{source.url}: {name!r:.200} is in {places[name]} and in {file}")
-            tensors[name], places[name] = leaf, file
-    if index is not None:
-        _check_weight_map(index, places, source.url, _BIN_INDEX_KEY)
-    builder.add_section(MODEL_SECTION, "module")
-    builder.add_tree(MODEL_SECTION, module_names(tensors))
-    return True
+    return sorted(set(places.values())) or found, places
 
 
-class _SafetensorsFolder:
-    """The validated headers of one safetensors file, or of all files of a folder.
+def _read_weight_map(backend: StorageBackend, key: str) -> dict[str, str]:
+    document = read_json(backend, key, _MAX_INDEX_BYTES)
+    found = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise FormatError(f"{backend.url}/{key} has no weight_map of names to files")
+    kind = key.split(".")[1]
+    odd = sorted({file for file in found.values() if "/" in file or not file.endswith(f".{kind}")})
+    if odd:
+        raise FormatError(f"{backend.url}/{key} names {odd[0]!r:.200}, which is not a {kind} file in the same folder")
+    return found
 
-    ``source`` is a ``.safetensors`` file, or a folder with ``model.safetensors``, an index, or a single safetensors
-    file.
+
+def _check_names(url: str, names: Mapping[str, Iterable[str]], index_key: str, places: Mapping[str, str]) -> None:
+    """Compare the names in each file with those of others, and with the index at ``index_key``. Raises ``FormatError``.
+
+    A file may hold more than the index lists: transformers loads that, too.
     """
+    found: dict[str, str] = {}
+    for file, inside in names.items():
+        for name in inside:
+            if name in found:
+                raise FormatError(f"{url}: {name!r:.200} is in {found[name]} and in {file}")
+            found[name] = file
+    faults = [f"{name!r:.200} is not in {file}" for name, file in places.items() if found.get(name) != file]
+    if faults:
+        raise FormatError(f"{url}: {index_key} disagrees with the files: {listed(faults, separator='; ')}")
 
-    def __init__(self, source: SourcePath) -> None:
-        """Read all headers and the index.
 
-        Raises ``CheckpointNotFoundError`` or ``NotACheckpointError`` if there is no model, ``FormatError`` if a file
-        violates the format or disagrees with the index, and ``CorruptionError`` if a file is missing.
-        """
-        if source.name and not source.name.endswith(".safetensors"):
-            raise NotACheckpointError(f"{source.url} is no safetensors file")
-        self.url, self.backend = source.url, source.backend
-        self._index = None if source.name else _read_weight_map(source.backend, INDEX_KEY, ".safetensors")
-        keys = [source.name] if source.name else self._keys(source.children)
-        self.headers: dict[str, SafetensorsHeader] = {key: self._read_header(key) for key in keys}
-        self._check_names()
+def _read_header(backend: StorageBackend, key: str) -> SafetensorsHeader:
+    def read(offset: int, length: int) -> bytes:
+        buffer = bytearray(length)
+        backend.read_into(key, offset, buffer)
+        return bytes(buffer)
 
-    def _keys(self, names: Sequence[str]) -> list[str]:
-        found = [name for name in names if name.endswith(".safetensors")]
-        if self._index is not None:
-            keys = sorted(set(self._index.values()))
-            if SINGLE_KEY in found and SINGLE_KEY not in keys:
-                raise NotACheckpointError(
-                    f"{self.url} holds both {SINGLE_KEY} and {INDEX_KEY}, which are different models; "
-                    f"name the file to use, or remove the other"
-                )
-            return keys
-        if SINGLE_KEY in found:
-            return [SINGLE_KEY]
-        if len(found) == 1:
-            return found
-        if not names:
-            raise CheckpointNotFoundError(f"nothing is stored at {self.url}; check the path")
-        raise NotACheckpointError(
-            f"{self.url} holds no {SINGLE_KEY} and no {INDEX_KEY}"
-            + (f", but {len(found)} safetensors files; name the one to use" if found else "")
-        )
-
-    def _read_header(self, key: str) -> SafetensorsHeader:
-        def read(offset: int, length: int) -> bytes:
-            buffer = bytearray(length)
-            self.backend.read_into(key, offset, buffer)
-            return bytes(buffer)
-
-        where = f"{self.backend.url}/{key}"
-
-        try:
-            return parse_header(read, self.backend.stat(key).size)
-        except KeyNotFoundError as error:
-            if self._index is None:
-                raise CheckpointNotFoundError(f"no file {key} at {self.backend.url}; check the path") from error
-            raise CorruptionError(
-                f"{where}: file is missing, but {INDEX_KEY} names it; fetch it, or export again"
-            ) from error
-        except FormatError as error:
-            refuse_pointer(read(0, min(16, self.backend.stat(key).size)), where)
-            raise FormatError(f"{where}: {error}") from error
-
-    def _check_names(self) -> None:
-        found: dict[str, str] = {}
-        for key, header in self.headers.items():
-            for record in header.entries:
-                if record.name in found:
-                    raise FormatError(f"{self.url}: {record.name!r:.200} is in {found[record.name]} and in {key}")
-                found[record.name] = key
-        if self._index is not None:
-            _check_weight_map(self._index, found, self.url, INDEX_KEY)
+    where = f"{backend.url}/{key}"
+    try:
+        return parse_header(read, backend.stat(key).size)
+    except KeyNotFoundError as error:
+        raise CorruptionError(
+            f"{where}: file is missing, but {INDEX_KEY} names it; fetch it, or export again"
+        ) from error
+    except FormatError as error:
+        refuse_pointer(read(0, min(16, backend.stat(key).size)), where)
+        raise FormatError(f"{where}: {error}") from error
 
 
 def _meta_of(record: HeaderRecord, where: str) -> BasicMeta:
@@ -199,33 +184,3 @@ def _meta_of(record: HeaderRecord, where: str) -> BasicMeta:
             f"{where}: {record.name!r:.200} is {record.dtype}{list(record.shape)}, for which torch has no dtype"
         )
     return BasicMeta(*found)
-
-
-def _read_weight_map(backend: StorageBackend, key: str, suffix: str) -> dict[str, str] | None:
-    """Return the file of each name, or None if there is no index.
-
-    All files must be in the folder of the index, with names that end in ``suffix``. Raises ``FormatError``.
-    """
-    where = f"{backend.url}/{key}"
-    try:
-        document = read_json(backend, key, _MAX_INDEX_BYTES)
-    except KeyNotFoundError:
-        return None
-    found = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
-        raise FormatError(f"{where} has no weight_map of names to files")
-    odd = sorted({file for file in found.values() if "/" in file or not file.endswith(suffix)})
-    if odd:
-        raise FormatError(f"{where} names {odd[0]!r:.200}, which is not a {suffix[1:]} file in the same folder")
-    return found
-
-
-def _check_weight_map(index: Mapping[str, str], found: Mapping[str, str], url: str, key: str) -> None:
-    """Compare the index at ``key`` with the file in which each name was found. Raises ``FormatError``.
-
-    A file may hold more than the index lists: transformers loads that, too.
-    """
-    faults = [f"{name!r:.200} is not in {file}" for name, file in index.items() if found.get(name) != file]
-    if not faults:
-        return
-    raise FormatError(f"{url}: {key} disagrees with the files: {listed(faults, separator='; ')}")
