@@ -1,7 +1,7 @@
 """Divide the object in another system's file into sections, by the names that training scripts commonly use.
 
 A file may hold a model's state dict alone, an optimizer's, or a mapping such as ``{"model_state_dict": ..., "epoch":
-3}``.
+3}``. Optimizers get the names that the adapters of live ones use.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any, TypeGuard
 
 from ..format.values.types import UnreadObject, is_number
 from ..frameworks.module_tree import clean_name
+from ..frameworks.optimizer_groups import group_path
+from ..frameworks.optimizer_state import MASTER, MASTERS_OF, empty_state_path, state_name, state_path
 from ..frameworks.sections import is_section_name
-from .building import StoredLeaf
+from .building import IndexBuilder, StoredLeaf
 
 MODEL_SECTION, OPTIMIZER_SECTION, EXTRA_SECTION = "model", "optimizer", "extra_state"
 
@@ -111,3 +113,32 @@ def step_of(tree: Any) -> int | None:
     """The number of optimizer steps in a tree of a training, if it is stored."""
     found = [tree[key] for key in ("global_step", "step", "iteration") if isinstance(tree, dict) and key in tree]
     return found[0] if found and type(found[0]) is int and found[0] >= 0 else None
+
+
+class OptimizerWriter:
+    """Adds the state of an optimizer by the names of its parameters, as the adapters of live optimizers store it."""
+
+    def __init__(self, builder: IndexBuilder) -> None:
+        self._builder, self._has_masters = builder, False
+        builder.add_section(OPTIMIZER_SECTION, "optimizer")
+
+    def add(
+        self, fqn: str, state: Mapping[str, Any], options: Mapping[str, Any] | None, master: StoredLeaf | None
+    ) -> None:
+        """Add what is stored of a parameter.
+
+        ``state`` has ``StoredLeaf``s and plain values. ``options`` are the hyper-parameters, if they are stored, and
+        ``master`` are the weights that the optimizer steps, if those of the model are rounded from them.
+        """
+        if options is not None:
+            self._builder.add_value(OPTIMIZER_SECTION, group_path(fqn), options)
+        if not state:
+            self._builder.add_value(OPTIMIZER_SECTION, empty_state_path(fqn), {})
+        if master is not None and not self._has_masters:
+            self._has_masters = True
+            self._builder.add_value(OPTIMIZER_SECTION, MASTERS_OF, MODEL_SECTION)
+        for key, found in (state if master is None else {**state, MASTER: master}).items():
+            if isinstance(found, StoredLeaf):
+                self._builder.add_tensor(OPTIMIZER_SECTION, state_name(fqn, key), found)
+            else:
+                self._builder.add_value(OPTIMIZER_SECTION, state_path(fqn, key), found)

@@ -11,13 +11,12 @@ from ...errors import FormatError
 from ...format.values.types import UnreadObject
 from ...frameworks.deepspeed.optimizer import SCALER_KEYS
 from ...frameworks.optimizer import LOSS_SCALER
-from ...frameworks.optimizer_groups import group_path, options_of
-from ...frameworks.optimizer_state import MASTER, MASTERS_OF, empty_state_path, state_name, state_path
+from ...frameworks.optimizer_groups import options_of
 from ...frameworks.tree_paths import find_all
 from ...tensors.geometry import Box, decompose
 from ...tensors.metadata import BasicMeta
 from ..building import IndexBuilder, StoredBox, StoredLeaf
-from ..naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION
+from ..naming import EXTRA_SECTION, OPTIMIZER_SECTION, OptimizerWriter
 from ..pickles.records import Instance, TensorRef
 from ..source_path import SourcePath
 from ..torch_values import TorchValues
@@ -81,15 +80,13 @@ def _add_optimizer(files: DeepSpeedFiles, builder: IndexBuilder, values: TorchVa
         scaler = files.first.get("optimizer")
         groups = replicated_groups(files, scaler, model.trained)
     if groups:
-        writer = FlatGroupWriter(builder, values)
-        masters: dict[str, StoredLeaf] = {}
+        writer = OptimizerWriter(builder)
         for group in groups:
+            options = None if group.options is None else _options(values, group.options)
             for member in group.members:
-                weights = writer.weights(group, member)
-                if not model.is_complete(member.fqn, weights):
-                    masters[member.fqn] = weights
-            writer.add(group)
-        writer.add_masters(masters)
+                weights = _leaf(values, group, member, {rank: flat.weights for rank, flat in group.flats.items()})
+                master = None if model.is_complete(member.fqn, weights) else weights
+                writer.add(member.fqn, _state(values, group, member), options, master)
     elif not add_numbered_optimizer(builder, values, scaler):
         return
     add_scaler(builder, scaler)
@@ -109,96 +106,68 @@ def _add_the_rest(first: Mapping[str, Any], builder: IndexBuilder, values: Torch
 _MUON_KEY = "momentum_buffer"
 
 
-class FlatGroupWriter:
-    """Adds flat groups to the sections of an index."""
+def _options(values: TorchValues, found: Mapping[str, Any]) -> dict[str, Any]:
+    tree = values.tree({key: value for key, value in found.items() if key != "params"})
+    plain = {key: UnreadObject("a tensor") if find_all(value, StoredLeaf) else value for key, value in tree.items()}
+    return options_of(plain, f"{OPTIMIZER_SECTION}.param_groups")
 
-    def __init__(self, builder: IndexBuilder, values: TorchValues) -> None:
-        self._builder, self._values = builder, values
-        builder.add_section(OPTIMIZER_SECTION, "optimizer")
 
-    def weights(self, group: FlatGroup, member: Member) -> StoredLeaf:
-        """Where a parameter's elements are in the flat tensors that the optimizer steps."""
-        return self._leaf(group, member, {rank: flat.weights for rank, flat in group.flats.items()})
+def _state(values: TorchValues, group: FlatGroup, member: Member) -> dict[str, Any]:
+    """The state of a parameter: ``StoredLeaf``s and plain values."""
+    ranks = [span.rank for span in member.spans] or [next(iter(group.flats))]
+    first = group.flats[ranks[0]]
+    state = dict(first.state)
+    if state and "step" not in state and "step" in (group.options or {}):
+        state["step"] = (group.options or {})["step"]  # apex and old versions of DeepSpeed count in the group
+    for key, value in state.items():
+        if type(key) is not str:
+            raise FormatError(f"{first.where}: the optimizer's state has the key {key!r:.80}")
+        if type(value) is not TensorRef:
+            tree = values.tree(value)
+            state[key] = UnreadObject("nested tensors for a flat tensor") if find_all(tree, StoredLeaf) else tree
+        elif not value.shape:
+            state[key] = values.leaf(value)
+        elif group.has_whole_momenta and key == _MUON_KEY:
+            state[key] = _whole(values, group, member, ranks[0], value)
+        elif first.is_like_weights(value):
+            state[key] = _leaf(values, group, member, {rank: _part(group, rank, key) for rank in ranks})
+        else:
+            state[key] = UnreadObject(
+                f"a tensor of shape {list(value.shape)} for weights of shape {list(first.weights.shape)}"
+            )
+    return state
 
-    def add_masters(self, masters: Mapping[str, StoredLeaf]) -> None:
-        """Add the master weights of the model's tensors by name."""
-        for fqn, leaf in masters.items():
-            self._add_tensor(fqn, MASTER, leaf)
-        if masters:
-            self._builder.add_value(OPTIMIZER_SECTION, MASTERS_OF, MODEL_SECTION)
 
-    def add(self, group: FlatGroup) -> None:
-        """Add the state and the hyper-parameters of a group."""
-        options = None if group.options is None else self._options(group.options)
-        for member in group.members:
-            if options is not None:
-                self._builder.add_value(OPTIMIZER_SECTION, group_path(member.fqn), options)
-            self._add_state(group, member)
+def _whole(values: TorchValues, group: FlatGroup, member: Member, rank: int, tensor: TensorRef) -> StoredLeaf:
+    """Muon's momentum at ZeRO-1 and 2: that of the complete parameters of which the rank has an element."""
+    held = [one for one in group.members if any(span.rank == rank for span in one.spans)]
+    sizes = [prod(one.shape) for one in held]
+    if tensor.numel != sum(sizes) or not tensor.is_contiguous:
+        raise FormatError(f"{group.flats[rank].where}: the {_MUON_KEY} does not fit the partition's parameters")
+    start = sum(sizes[: held.index(member)]) if member in held else 0
+    places = values.flat_part(tensor, start, [Box.whole(member.shape)])
+    return StoredLeaf(BasicMeta(tensor.dtype, member.shape), list(places))
 
-    def _options(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        tree = self._values.tree({key: value for key, value in found.items() if key != "params"})
-        plain = {key: UnreadObject("a tensor") if find_all(value, StoredLeaf) else value for key, value in tree.items()}
-        return options_of(plain, f"{OPTIMIZER_SECTION}.param_groups")
 
-    def _add_state(self, group: FlatGroup, member: Member) -> None:
-        ranks = [span.rank for span in member.spans] or [next(iter(group.flats))]
-        first = group.flats[ranks[0]]
-        state = dict(first.state)
-        if not state:
-            self._builder.add_value(OPTIMIZER_SECTION, empty_state_path(member.fqn), {})
-        elif "step" not in state and "step" in (group.options or {}):
-            state["step"] = (group.options or {})["step"]  # apex and old versions of DeepSpeed count in the group
-        for key, value in state.items():
-            if type(key) is not str:
-                raise FormatError(f"{first.where}: the optimizer's state has the key {key!r:.80}")
-            if type(value) is not TensorRef:
-                self._builder.add_value(OPTIMIZER_SECTION, state_path(member.fqn, key), self._plain(value))
-            elif not value.shape:
-                self._add_tensor(member.fqn, key, self._values.leaf(value))
-            elif group.has_whole_momenta and key == _MUON_KEY:
-                self._add_tensor(member.fqn, key, self._whole(group, member, ranks[0], value))
-            elif first.is_like_weights(value):
-                parts = {rank: self._part(group, rank, key) for rank in ranks}
-                self._add_tensor(member.fqn, key, self._leaf(group, member, parts))
-            else:
-                what = f"a tensor of shape {list(value.shape)} for weights of shape {list(first.weights.shape)}"
-                self._builder.add_value(OPTIMIZER_SECTION, state_path(member.fqn, key), UnreadObject(what))
+def _part(group: FlatGroup, rank: int, key: str) -> TensorRef:
+    flat = group.flats[rank]
+    found = flat.state.get(key)
+    if type(found) is not TensorRef or not flat.is_like_weights(found):
+        raise FormatError(f"{flat.where}: {key!r:.80} of the optimizer's state does not fit its partition")
+    return found
 
-    def _whole(self, group: FlatGroup, member: Member, rank: int, tensor: TensorRef) -> StoredLeaf:
-        """Muon's momentum at ZeRO-1 and 2: that of the complete parameters of which the rank has an element."""
-        held = [one for one in group.members if any(span.rank == rank for span in one.spans)]
-        sizes = [prod(one.shape) for one in held]
-        if tensor.numel != sum(sizes) or not tensor.is_contiguous:
-            raise FormatError(f"{group.flats[rank].where}: the {_MUON_KEY} does not fit the partition's parameters")
-        start = sum(sizes[: held.index(member)]) if member in held else 0
-        places = self._values.flat_part(tensor, start, [Box.whole(member.shape)])
-        return StoredLeaf(BasicMeta(tensor.dtype, member.shape), list(places))
 
-    def _part(self, group: FlatGroup, rank: int, key: str) -> TensorRef:
-        flat = group.flats[rank]
-        found = flat.state.get(key)
-        if type(found) is not TensorRef or not flat.is_like_weights(found):
-            raise FormatError(f"{flat.where}: {key!r:.80} of the optimizer's state does not fit its partition")
-        return found
-
-    def _plain(self, value: Any) -> Any:
-        tree = self._values.tree(value)
-        return UnreadObject("nested tensors for a flat tensor") if find_all(tree, StoredLeaf) else tree
-
-    def _add_tensor(self, fqn: str, key: str, leaf: StoredLeaf) -> None:
-        self._builder.add_tensor(OPTIMIZER_SECTION, state_name(fqn, key), leaf)
-
-    def _leaf(self, group: FlatGroup, member: Member, tensors: Mapping[int, TensorRef]) -> StoredLeaf:
-        """Where a parameter's elements are in flat tensors, which are those of the ranks of its spans."""
-        any_rank = member.spans[0].rank if member.spans else next(iter(tensors))
-        dtype = tensors[any_rank].dtype
-        boxes: list[StoredBox] = []
-        for span in member.spans:
-            tensor = tensors[span.rank]
-            if tensor.dtype != dtype or not tensor.is_contiguous or span.start + span.length > tensor.numel:
-                raise FormatError(f"{group.flats[span.rank].where}: a tensor of {member.fqn!r:.200} does not fit")
-            boxes += self._values.flat_part(tensor, span.start, decompose(span.first, span.length, member.shape))
-        return StoredLeaf(BasicMeta(dtype, member.shape), boxes)
+def _leaf(values: TorchValues, group: FlatGroup, member: Member, tensors: Mapping[int, TensorRef]) -> StoredLeaf:
+    """Where a parameter's elements are in flat tensors, which are those of the ranks of its spans."""
+    any_rank = member.spans[0].rank if member.spans else next(iter(tensors))
+    dtype = tensors[any_rank].dtype
+    boxes: list[StoredBox] = []
+    for span in member.spans:
+        tensor = tensors[span.rank]
+        if tensor.dtype != dtype or not tensor.is_contiguous or span.start + span.length > tensor.numel:
+            raise FormatError(f"{group.flats[span.rank].where}: a tensor of {member.fqn!r:.200} does not fit")
+        boxes += values.flat_part(tensor, span.start, decompose(span.first, span.length, member.shape))
+    return StoredLeaf(BasicMeta(dtype, member.shape), boxes)
 
 
 def add_scaler(builder: IndexBuilder, found: Any) -> None:

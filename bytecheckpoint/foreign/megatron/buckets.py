@@ -53,6 +53,7 @@ class StoredBuckets(NamedTuple):
             "where the parameters are. They load together with the model into Megatron's optimizer in the model "
             "parallel layout that saved them, on any number of data parallel ranks"
         )
+        builder.add_section(OPTIMIZER_SECTION, "optimizer")
         builder.add_value(OPTIMIZER_SECTION, NAMELESS, text)
         steps: dict[str, float] = {}
         for name, optimizer in self.optimizers.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,11 +16,11 @@ import numpy as np
 
 from ...format.values.types import UnreadObject
 from ...frameworks.megatron.optimizer import GRAD_SCALER, NOT_OPTIONS
-from ...frameworks.optimizer_groups import group_path, options_of, same_value
-from ...frameworks.optimizer_state import MASTER, MASTERS_OF, empty_state_path, state_name, state_path
+from ...frameworks.optimizer_groups import options_of, same_value
+from ...frameworks.optimizer_state import MASTER
 from ...frameworks.tree_paths import replace_all
 from ..building import IndexBuilder, StoredLeaf
-from ..naming import MODEL_SECTION, OPTIMIZER_SECTION
+from ..naming import OPTIMIZER_SECTION, OptimizerWriter
 from ..pickles.records import Instance, TensorRef
 from ..torch_values import TorchValues, read_small
 
@@ -74,42 +74,30 @@ def _are_remainders(builder: IndexBuilder, weight: StoredLeaf, master: StoredLea
     return False
 
 
-class MegatronOptimizerWriter:
-    """Adds the optimizer to an index. ``model`` has the tensors of the model by name."""
+def add_optimizer_state(
+    builder: IndexBuilder,
+    model: Mapping[str, StoredLeaf],
+    state: Mapping[str, Mapping[str, StoredLeaf]],
+    options: ParamOptions,
+) -> None:
+    """Add the hyper-parameters, and tensors by the key of the state and the name of the parameter, to an index."""
+    writer = OptimizerWriter(builder)
+    for fqn in dict.fromkeys(fqn for tensors in state.values() for fqn in tensors):
+        entries: dict[str, Any] = {key: tensors[fqn] for key, tensors in state.items() if fqn in tensors}
+        param, master = model[fqn].meta, entries.pop(MASTER, None)
+        if master is not None and master.meta.dtype == param.dtype:
+            master = None
+        step, group = options.of(fqn, param.shape)
+        if entries and step is not None:
+            entries[_STEP] = step
+        writer.add(fqn, entries, group, master)
 
-    def __init__(self, builder: IndexBuilder, model: Mapping[str, StoredLeaf]) -> None:
-        self._builder, self._model = builder, model
-        builder.add_section(OPTIMIZER_SECTION, "optimizer")
 
-    def add_state(self, state: Mapping[str, Mapping[str, StoredLeaf]], options: ParamOptions) -> None:
-        """Add the hyper-parameters, and tensors by the key of the state and the name of the parameter."""
-        has_masters = False
-        for fqn in dict.fromkeys(fqn for tensors in state.values() for fqn in tensors):
-            entries = {key: tensors[fqn] for key, tensors in state.items() if fqn in tensors}
-            param = self._model[fqn].meta
-            master = entries.pop(MASTER, None)
-            if master is not None and master.meta.dtype != param.dtype:
-                has_masters = True
-                self._builder.add_tensor(OPTIMIZER_SECTION, state_name(fqn, MASTER), master)
-            for key, leaf in entries.items():
-                self._builder.add_tensor(OPTIMIZER_SECTION, state_name(fqn, key), leaf)
-            step, group = options.of(fqn, param.shape)
-            if not entries:
-                self._builder.add_value(OPTIMIZER_SECTION, empty_state_path(fqn), {})
-            elif step is not None:
-                self._builder.add_value(OPTIMIZER_SECTION, state_path(fqn, _STEP), step)
-            if group is not None:
-                self._builder.add_value(OPTIMIZER_SECTION, group_path(fqn), group)
-        if has_masters:
-            self._builder.add_value(OPTIMIZER_SECTION, MASTERS_OF, MODEL_SECTION)
-
-    def add_scaler(self, optimizers: Sequence[Mapping[str, Any]]) -> None:
-        """Add the state of the dynamic loss scaler, which is equal in all optimizers of a chain."""
-        for optimizer in optimizers:
-            scaler = optimizer.get("grad_scaler")
-            if type(scaler) is dict:
-                self._builder.add_value(OPTIMIZER_SECTION, GRAD_SCALER, _plain(self._builder, scaler))
-                return
+def add_scaler(builder: IndexBuilder, optimizers: Iterable[Mapping[str, Any]]) -> None:
+    """Add the state of the dynamic loss scaler, which is equal in all optimizers of a chain."""
+    scalers = [found for optimizer in optimizers if type(found := optimizer.get("grad_scaler")) is dict]
+    if scalers:
+        builder.add_value(OPTIMIZER_SECTION, GRAD_SCALER, _plain(builder, scalers[0]))
 
 
 class ParamOptions:

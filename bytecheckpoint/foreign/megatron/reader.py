@@ -27,8 +27,9 @@ from ..torch_values import TorchValues, read_small
 from .buckets import StoredBuckets
 from .folder import Contents, ShardedObject, find_folder, read_contents
 from .optimizer import (
-    MegatronOptimizerWriter,
     ParamOptions,
+    add_optimizer_state,
+    add_scaler,
     has_remainders,
     is_of_optimizer,
     optimizers_of,
@@ -100,13 +101,11 @@ def _add_optimizer(
         builder.add_section(OPTIMIZER_SECTION, "optimizer")
         builder.add_value(OPTIMIZER_SECTION, (), UnreadObject(unread))
     elif state:
-        writer = MegatronOptimizerWriter(builder, model)
-        writer.add_state(state, ParamOptions(builder, optimizers, contents.common.get(_ARGS)))
-        writer.add_scaler(optimizers)
+        add_optimizer_state(builder, model, state, ParamOptions(builder, optimizers, contents.common.get(_ARGS)))
+        add_scaler(builder, optimizers)
     elif buckets.tensors:
-        writer = MegatronOptimizerWriter(builder, model)
         buckets.add_to(builder, where)
-        writer.add_scaler([*buckets.optimizers.values()])
+        add_scaler(builder, buckets.optimizers.values())
 
 
 def _unread_state(
