@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -93,14 +93,14 @@ class ConfiguredModel:
             parts[name] = ExportedBox(tensor.fqn, box.box, view.shape)
         return parts
 
-    def expected(self, names: Mapping[str, object]) -> dict[str, tuple[int, ...] | None]:
+    def expected(self, names: Set[str]) -> dict[str, tuple[int, ...] | None]:
         """Return what an export with these names must have, in the form (memory or hub) that is closer to them.
 
         The lists of names that the model may lack or ignores apply.
         """
-        form = max((self.hub, self.memory), key=lambda form: len(form.keys() & names.keys()))
-        optional = {name for name in form.keys() - names.keys() if _matches(self._missing, name)}
-        ignored = {name for name in names.keys() - form.keys() if _matches(self._unexpected, name)}
+        form = max((self.hub, self.memory), key=lambda form: len(form.keys() & names))
+        optional = {name for name in form.keys() - names if _matches(self._missing, name)}
+        ignored = {name for name in names - form.keys() if _matches(self._unexpected, name)}
         required: dict[str, tuple[int, ...] | None] = {k: shape for k, shape in form.items() if k not in optional}
         return required | dict.fromkeys(ignored)
 

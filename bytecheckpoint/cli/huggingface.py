@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,12 +20,12 @@ from ..convert.lora import Lora, LoraForm, LoraPlan
 from ..convert.related import kept_files, related_files
 from ..convert.selection import ExportSelection, Tied
 from ..convert.torch_file import export_torch_file
-from ..errors import FormatError, StateError
+from ..errors import StateError
 from ..foreign.naming import MODEL_SECTION
+from ..foreign.source_path import parse_json
 from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY
 from ..loading.options import LoadOptions
 from ..rules import Rules
-from ..tensors.metadata import BasicMeta
 from .configured_model import ConfiguredModel, is_supported
 from .options import Locate, checked, command, not_negative, parse_size, rename_option
 from .output import Output, size_text
@@ -248,7 +247,8 @@ class _Gate:
     ) -> _Gate:
         if lora is not None and lora.how == "peft" and expect is None:
             return cls()
-        document = _config_in(related) if expect is None else _configuration(_document(expect))
+        given = parse_json(related.get(CONFIG_KEY, b"null"), CONFIG_KEY) if expect is None else _document(expect)
+        document = _configuration(given)
         if expect is not None and document is None:
             return cls(_read_expected(expect), name=expect)
         if document is None or (expect is None and not is_supported(document)):
@@ -263,44 +263,21 @@ class _Gate:
         if section not in found.sections:
             return cls()  # the export raises
         plan = None if lora is None else LoraPlan(found, section, lora)
-        selection = ExportSelection(found, section, Exclusion(exclude), "drop", {}, plan)
-        tensors = found.manifest.tensors
-        rows = found.manifest.section_tensors(section).tolist()
-        stored: dict[str, BasicMeta] = {
-            name: tensors.meta_of(row)
-            for row in rows
-            if (name := selection.exported_name(tensors.fqn_of(row))) is not None
-        }
-        parts = model.parts(stored)
+        selection = ExportSelection(found, section, Exclusion(exclude), "copy", {}, plan)
+        parts = model.parts(selection.stored())
         if partial:
             return cls(None, parts)
-        prefix = f"{section}."
-        names = stored.keys() - {part.source for part in parts.values()} | parts.keys()
-        aliases = [alias.removeprefix(prefix) for alias in found.aliases if alias.startswith(prefix)]
-        names |= {name for alias in aliases if (name := selection.exported_name(alias)) is not None}
-        kept = {name: None for name in names if not any(fnmatchcase(name, pattern) for pattern in exclude)}
-        return cls(model.expected(kept), parts, where)
+        tensors, _ = replace(selection, parts=parts).choose(None, None)
+        return cls(model.expected({tensor.name for tensor in tensors}), parts, where)
 
 
 def _adapter_config(source: str | None, own: bytes | None) -> dict[str, Any]:
     """The content of PEFT's ``adapter_config.json``; empty if there is none."""
-    if source is not None:
-        document = _document(source, "--adapter-config")
-    else:
-        try:
-            document = json.loads(own or b"{}")
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{ADAPTER_CONFIG_KEY} is not JSON: {error}") from None
+    option = "--adapter-config"
+    document = _document(source, option) if source is not None else parse_json(own or b"{}", ADAPTER_CONFIG_KEY)
     if not isinstance(document, dict):
-        raise click.BadParameter(f"{source} is not a JSON object in a local file", param_hint="--adapter-config")
+        raise _bad(f"{source or ADAPTER_CONFIG_KEY} is not a JSON object in a local file", option)
     return document
-
-
-def _config_in(related: Mapping[str, bytes]) -> dict[str, Any] | None:
-    try:
-        return _configuration(json.loads(related.get(CONFIG_KEY, b"null")))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{CONFIG_KEY} is not JSON: {error}") from None
 
 
 def _configuration(document: object) -> dict[str, Any] | None:

@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..engine.reading.stored_files import read_stored_file
-from ..errors import FormatError, KeyExistsError
+from ..errors import KeyExistsError
+from ..foreign.source_path import parse_json
 from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY
 from ..format.manifest.files import COMPANION
 from ..storage_backends.base import StorageBackend
@@ -69,10 +70,7 @@ def with_dtype(files: Mapping[str, bytes], dtype: DType) -> dict[str, bytes]:
     """Return the files with ``dtype`` as the one in which the configured model is loaded. Raises ``FormatError``."""
     if CONFIG_KEY not in files:
         return dict(files)
-    try:
-        document = json.loads(files[CONFIG_KEY])
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{CONFIG_KEY} is not JSON: {error}") from None
+    document = parse_json(files[CONFIG_KEY], CONFIG_KEY)
     keys = [key for key in ("dtype", "torch_dtype") if isinstance(document, dict) and document.get(key)]
     if not keys:
         return dict(files)

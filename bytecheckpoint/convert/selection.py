@@ -28,6 +28,7 @@ from ..runtime.arguments import check_choice
 from ..runtime.messages import listed
 from ..tensors.dtypes import DTYPES, DType, is_meaningful_cast
 from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta
 from .lora import LoraPlan, LowRank
 from .rewriter import OutputTensor
 
@@ -119,12 +120,18 @@ class ExportSelection:
             for one in chosen
         ]
 
-    def exported_name(self, fqn: str) -> str | None:
+    def stored(self) -> dict[str, BasicMeta]:
+        """Dtype and shape of the stored tensors by exported name, with those that are excluded."""
+        tensors, rows = self.checkpoint.manifest.tensors, self.checkpoint.manifest.section_tensors(self.section)
+        named = [(self._exported_name(tensors.fqn_of(row)), tensors.meta_of(row)) for row in rows.tolist()]
+        return {name: meta for name, meta in named if name is not None}
+
+    def _exported_name(self, fqn: str) -> str | None:
         """The exported name of a stored tensor; None if it is not exported."""
         return fqn if self.lora is None else self.lora.relabel(fqn)
 
     def _is_weight(self, value: StoredValue) -> bool:
-        name = self.exported_name(path_name(value.path))
+        name = self._exported_name(path_name(value.path))
         return name is not None and EXTRA_STATE not in name and not self.exclude(name)
 
     def _added(self, row: int) -> LowRank | None:
@@ -137,7 +144,7 @@ class ExportSelection:
         names: dict[int, list[str]] = {}
         per_rank: list[str] = []
         for row in manifest.section_tensors(self.section).tolist():
-            name = self.exported_name(manifest.tensors.fqn_of(row))
+            name = self._exported_name(manifest.tensors.fqn_of(row))
             if name is None or (name not in sources and self.exclude(name)):
                 continue
             if manifest.scope[row] >= 0:
@@ -152,7 +159,7 @@ class ExportSelection:
         for alias, stored in self.checkpoint.aliases.items():
             row, is_alone = manifest.tensor_row(stored), not stored.startswith(f"{self.section}.")
             if row is not None and alias.startswith(f"{self.section}."):
-                name = self.exported_name(alias[len(self.section) + 1 :])
+                name = self._exported_name(alias[len(self.section) + 1 :])
                 if name is not None and not self.exclude(name) and (row in names or is_alone):
                     names.setdefault(row, []).append(name)
         return names

@@ -106,10 +106,15 @@ def read_all(read: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_F
 
 def read_json(backend: StorageBackend, key: str, max_size: int) -> Any:
     """Return what a file of JSON contains. Raises ``FormatError``, and ``KeyNotFoundError`` if there is none."""
+    return parse_json(backend.get(key, max_size=max_size), f"{backend.url}/{key}")
+
+
+def parse_json(text: bytes, where: str) -> Any:
+    """Return what a text in JSON contains. Raises ``FormatError``, which names ``where``."""
     try:
-        return json.loads(backend.get(key, max_size=max_size))
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{backend.url}/{key} is not JSON: {error}") from None
+        raise FormatError(f"{where} is not JSON: {error}") from None
 
 
 def read_index(read: Callable[[SourcePath], Index | None], source: SourcePath) -> Index | None:
