@@ -121,14 +121,13 @@ class _Reindexing:
         self._boxes = list(self._manifest.shards)
         self._views: dict[tuple[int, int, tuple[int, ...]], int] = {}  # by source, start and shape: the new shard row
         self._faults: list[tuple[str, str, str]] = []
-        self._others: dict[tuple[int, Box], list[_Piece]] = {}  # by tensor and box: the copies of a mean but one
+        self._pieces: list[tuple[int, _Piece]] = []  # the new shards, by the number of the tensor
+        self._others: dict[int, list[_Piece]] = {}  # by position in them: the copies of a mean but one
         self._other_sections = {section.name for section in stored.sections} | {OPTIMIZER_SECTION, EXTRA_SECTION}
         self._other_sections -= {stored.plain or ""}
 
     def build(self) -> tuple[Index, list[Comparison]]:
         names: list[tuple[str, str, BasicMeta]] = []
-        pieces: list[tuple[int, _Piece]] = []
-        whole: list[tuple[int, int]] = []  # a tensor, and the stored row that it equals
         aliases: list[tuple[str, str]] = []
         comparisons: list[Comparison] = []
         seen: dict[Any, str] = {}
@@ -139,24 +138,24 @@ class _Reindexing:
             if key is not None and (first := seen.setdefault(key, fqn)) != fqn:
                 aliases.append((f"{section}.{fqn}", f"{section}.{first}"))
                 continue
-            if tensor.copies == "mean":
-                self._add_others(name, len(names), tensor, copies)
             if tensor.copies == "compare":
                 comparisons += [self._comparison(name, tensor, *pair) for pair in copies]
             row = None if tensor.copies == "mean" else self._same_tensor(tensor.meta, regions)
             if row is not None:
-                whole.append((len(names), row))
-            elif tensor.meta.numel:
-                pieces += [(len(names), piece) for region in regions for piece in self._pieces(name, region)]
-            else:
+                self._add_whole(len(names), row)
+            elif not tensor.meta.numel:
                 empty = Box.whole(tensor.meta.shape)
-                pieces.append((len(names), (empty, 0, empty)))
+                self._pieces.append((len(names), (empty, 0, empty)))
+            elif tensor.copies == "mean":
+                self._add_mean(len(names), name, tensor.meta, regions, copies)
+            else:
+                self._pieces += [(len(names), piece) for one in regions for piece in self._pieces_of(name, one)]
             names.append((section, fqn, tensor.meta))
         if self._faults:
             head = f"{self._stored.index.url}: these rules cannot be used in place:"
             raise RuleError("\n  ".join([head, *(f"{name}: {why}" for _, name, why in self._faults)]), self._faults)
-        aliases += self._kept(names, whole)
-        return self._index(names, whole, pieces, aliases), comparisons
+        aliases += self._kept(names)
+        return self._index(names, aliases), comparisons
 
     def _in_order(self) -> list[tuple[str, GlobalTensor]]:
         """The global tensors; those that consist of tied names come last."""
@@ -186,7 +185,7 @@ class _Reindexing:
     def _comparison(self, name: str, tensor: GlobalTensor, one: Region, other: Region) -> Comparison:
         sources = self._resolution.sources
         places = (sources[one.source].place, sources[other.source].place)
-        return Comparison(name, tensor, one.box, places, (self._pieces(name, one), self._pieces(name, other)))
+        return Comparison(name, tensor, one.box, places, (self._pieces_of(name, one), self._pieces_of(name, other)))
 
     def _same_tensor(self, meta: BasicMeta, regions: Sequence[Region]) -> int | None:
         """The row of the stored tensor that has the same elements in the same shape, if there is one."""
@@ -197,19 +196,30 @@ class _Reindexing:
         is_same = region.shape == self._resolution.sources[region.source].shape == meta.shape and region.start == 0
         return self._stored.rows[region.source] if is_same and region.box == region.within == box else None
 
-    def _add_others(
-        self, name: str, number: int, tensor: GlobalTensor, copies: Sequence[tuple[Region, Region]]
+    def _add_mean(
+        self,
+        number: int,
+        name: str,
+        meta: BasicMeta,
+        regions: Sequence[Region],
+        copies: Sequence[tuple[Region, Region]],
     ) -> None:
-        """Add the copies of a tensor whose value is their mean."""
-        if tensor.meta.dtype.kind != "float" or tensor.meta.dtype.itemsize < 2:
-            self._faults.append(("average", name, f"has the dtype {tensor.meta.dtype}, which has no mean"))
+        """Add a tensor whose value is the mean of copies."""
+        if meta.dtype.kind != "float" or meta.dtype.itemsize < 2:
+            self._faults.append(("average", name, f"has the dtype {meta.dtype}, which has no mean"))
+        same = {region.box: [region] for region in regions}
         for first, other in copies:
-            pieces = self._pieces(name, other)
-            if first.box != other.box or len(pieces) != 1 or len(self._pieces(name, first)) != 1:
-                self._faults.append(("average", name, "is not stored in the same boxes by all ranks"))
-            self._others.setdefault((number, first.box), []).extend(pieces)
+            same.get(first.box, []).append(other)
+        found = [[self._pieces_of(name, one) for one in ones] for ones in same.values()]
+        is_regular = all(first.box == other.box in same for first, other in copies)
+        if not is_regular or any(len(pieces) != 1 for ones in found for pieces in ones):
+            self._faults.append(("average", name, "is not stored in the same boxes by all ranks"))
+            return
+        for (piece,), *others in found:
+            self._others[len(self._pieces)] = [other for (other,) in others]
+            self._pieces.append((number, piece))
 
-    def _pieces(self, name: str, region: Region) -> list[_Piece]:
+    def _pieces_of(self, name: str, region: Region) -> list[_Piece]:
         """The parts of a region that are in one stored shard each."""
         shards = self._manifest.shards_of(self._stored.rows[region.source])
         if region.shape != self._resolution.sources[region.source].shape or region.start:
@@ -229,27 +239,29 @@ class _Reindexing:
         key = (region.source, region.start, region.shape)
         return self._views.setdefault(key, len(self._boxes) + len(self._views))
 
-    def _kept(self, names: list[tuple[str, str, BasicMeta]], whole: list[tuple[int, int]]) -> list[tuple[str, str]]:
+    def _kept(self, names: list[tuple[str, str, BasicMeta]]) -> list[tuple[str, str]]:
         """Add the tensors that stay as they are; returns their tied names."""
         tensors = self._manifest.tensors
         kept = set(self._stored.kept.tolist())
         for row in sorted(kept):
-            whole.append((len(names), row))
+            self._add_whole(len(names), row)
             names.append((tensors.section_of(row), tensors.fqn_of(row), tensors.meta_of(row)))
         return [(alias, full) for alias, full in self._manifest.aliases if self._manifest.tensor_row(full) in kept]
 
-    def _index(
-        self,
-        names: Sequence[tuple[str, str, BasicMeta]],
-        whole: Sequence[tuple[int, int]],
-        pieces: Sequence[tuple[int, _Piece]],
-        aliases: list[tuple[str, str]],
-    ) -> Index:
+    def _add_whole(self, number: int, row: int) -> None:
+        """Add a tensor with the shards of the stored one in a row."""
+        shards = self._manifest.shards_of(row)
+        boxes = self._boxes[shards]
+        self._pieces += [(number, (box, shard, box)) for shard, box in enumerate(boxes, shards.start)]
+
+    def _index(self, names: Sequence[tuple[str, str, BasicMeta]], aliases: list[tuple[str, str]]) -> Index:
         old, index = self._manifest, self._stored.index
         stored = self._extended()
         scope = np.full(len(names), -1, np.int64)
         scope[len(names) - len(self._stored.kept) :] = old.scope[np.sort(self._stored.kept)]
-        shards, row, within = self._shards(whole, pieces)
+        shards = BoxTable.build([(number, box) for number, (box, _, _) in self._pieces])
+        within = BoxTable.build([(row, box) for _, (_, row, box) in self._pieces])
+        row = within.tensor
         sections = {section.name: section for section in self._stored.sections}
         for section, _, _ in names:
             sections.setdefault(section, SectionInfo(section, "tree"))
@@ -261,21 +273,19 @@ class _Reindexing:
             validate_foreign(manifest)
         except BytecheckpointError as error:
             raise type(error)(f"{index.url}: {error}") from error
-        views = StoredViews(stored, row, within, self._other_views(stored, shards, row, within)).take(order)
+        views = StoredViews(stored, row, within, self._other_views(stored, within)).take(order)
         return replace(index, manifest=manifest, views=views, foreign_values=tuple(self._values()))
 
-    def _other_views(self, stored: Manifest, shards: BoxTable, row: Int64, within: BoxTable) -> tuple[StoredViews, ...]:
+    def _other_views(self, stored: Manifest, within: BoxTable) -> tuple[StoredViews, ...]:
         """The views of the second copies, the third ones, ... of means."""
-        if not self._others:
-            return ()
-        numbers = {(int(tensor), box): n for n, (tensor, box) in enumerate(zip(shards.tensor, shards, strict=True))}
         found = []
-        for copy in range(max(map(len, self._others.values()))):
-            rows, boxes = np.full(len(row), -1), list(within)
-            for key, pieces in self._others.items():
+        for copy in range(max(map(len, self._others.values()), default=0)):
+            places = [(-1, box) for box in within]
+            for position, pieces in self._others.items():
                 if copy < len(pieces):
-                    _, rows[numbers[key]], boxes[numbers[key]] = pieces[copy]
-            found.append(StoredViews(stored, rows, BoxTable.build(list(zip(rows.tolist(), boxes, strict=True)))))
+                    places[position] = pieces[copy][1:]
+            boxes = BoxTable.build(places)
+            found.append(StoredViews(stored, boxes.tensor, boxes))
         return tuple(found)
 
     def _values(self) -> Iterable[Any]:
@@ -284,24 +294,6 @@ class _Reindexing:
         for value in self._stored.index.foreign_values:
             if not (value.section in described and value.only_orders_keys):
                 yield value
-
-    def _shards(
-        self, whole: Sequence[tuple[int, int]], pieces: Sequence[tuple[int, _Piece]]
-    ) -> tuple[BoxTable, Int64, BoxTable]:
-        """The boxes of all tensors, the stored shards that they are in, and the boxes there."""
-        old = self._manifest
-        pairs = np.array(whole, np.int64).reshape(-1, 2)
-        first, last = (np.searchsorted(old.shards.tensor, pairs[:, 1], side) for side in ("left", "right"))
-        same = np.concatenate(
-            [np.arange(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)] or [np.arange(0)]
-        )
-        equal = old.shards.take(same)
-        boxes = BoxTable.build([(number, box) for number, (box, _, _) in pieces])
-        within = BoxTable.build([(row, box) for _, (_, row, box) in pieces])
-        row = np.concatenate([same, within.tensor])
-        stored = _joined(equal, within)
-        shards = _joined(replace(equal, tensor=np.repeat(pairs[:, 0], last - first)), boxes)
-        return shards, row, stored
 
     def _starts(self, stored: Manifest, row: Int64, within: BoxTable) -> Int64:
         """The bytes between the beginnings of the stored shards and of the boxes in them."""
@@ -342,7 +334,12 @@ class _Reindexing:
         )
         boxes = BoxTable.build([(len(old.tensors) + n, Box.whole(shape)) for n, (_, _, shape, _) in enumerate(added)])
         starts = np.array([start * sources[source].dtype.itemsize for source, start, _, _ in added], np.int64)
-        shards = _joined(old.shards, boxes)
+        shards = BoxTable(
+            np.concatenate([old.shards.tensor, boxes.tensor]),
+            np.concatenate([old.shards.offsets, boxes.offsets]),
+            np.concatenate([old.shards.lengths, boxes.lengths]),
+            np.concatenate([old.shards.starts, old.shards.starts[-1] + boxes.starts[1:]]),
+        )
         file = np.concatenate([old.shard_file, old.shard_file[shard]])
         chunks = -(-shards.nbytes(tensors) // old.files.chunk_size[file])
         return replace(
@@ -354,12 +351,3 @@ class _Reindexing:
             shard_offset=np.concatenate([old.shard_offset, old.shard_offset[shard] + starts]),
             checksums=empty_checksums(int(chunks.sum())),
         )
-
-
-def _joined(one: BoxTable, other: BoxTable) -> BoxTable:
-    return BoxTable(
-        np.concatenate([one.tensor, other.tensor]),
-        np.concatenate([one.offsets, other.offsets]),
-        np.concatenate([one.lengths, other.lengths]),
-        np.concatenate([one.starts, one.starts[-1] + other.starts[1:]]),
-    )
