@@ -222,17 +222,6 @@ def test_a_worker_tries_again_when_a_proxy_answers(engine: ToyEngine) -> None:
     _assert_serves(engine, 1)
 
 
-def test_a_server_without_versions_of_weights() -> None:
-    with toy_engine(1, missing=["/update_weight_version"]) as engine:
-        _push(engine, 1)
-        _assert_serves(engine, 1)
-        with RankPool(1) as pool:
-            pool.run(_die_while_paused, engine.url, 0, expect_death={0: signal.SIGKILL})
-        until(lambda: not engine.paused, "resumed")
-        _assert_serves(engine, 1)
-        assert engine.look()["log"].count("/update_weight_version") == 2
-
-
 @pytest.fixture
 def paused(engine: ToyEngine) -> Iterator[ToyEngine]:
     """Its owner has paused it."""

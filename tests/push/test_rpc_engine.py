@@ -40,8 +40,6 @@ class _Handle:
         if method == "is_paused":
             return self.is_paused
         self.calls.append((method, arguments or options))
-        if method == "update_weight_version":
-            raise AttributeError("an old release")
         return self.drops_cache
 
     def _answers(self, request: str, where: str | None = None) -> list[str]:

@@ -338,7 +338,6 @@ class _Front(BaseHTTPRequestHandler):
     busy = 0  # how many requests a proxy answers next
     token = ""
     drops_cache = True
-    missing: Sequence[str] = ()
     log: list[str]
     lock = threading.Lock()
 
@@ -355,9 +354,6 @@ class _Front(BaseHTTPRequestHandler):
             self._send(401, {"error": "Unauthorized"})
             return
         self.log.append(self.path.partition("?")[0])
-        if self.log[-1] in _Front.missing:
-            self._send(404, {"detail": "Not Found"})
-            return
         if _Front.busy and self.path not in ("/look", "/fault"):
             _Front.busy -= 1
             self._send(503, {"error": "no healthy upstream"})
@@ -416,12 +412,11 @@ def _serve_engine(
     blocks: tuple[int, int] | None,
     devices: Sequence[str],
     token: str,
-    missing: Sequence[str],
 ) -> None:
     torch.set_num_threads(1)
     each = [(tp, rank, dtype, blocks, devices[rank] if devices else "") for rank in range(tp)]
     _Front.pipes, _Front.pids = start_workers(_worker, each)
-    _Front.log, _Front.token, _Front.missing = [], token, list(missing)
+    _Front.log, _Front.token = [], token
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Front)
     announce(server.server_address[1])
     server.serve_forever()
@@ -482,10 +477,8 @@ def toy_engine(
     blocks: tuple[int, int] | None = None,
     devices: Sequence[str] = (),
     token: str = "",
-    missing: Sequence[str] = (),
 ) -> Iterator[ToyEngine]:
     """With ``blocks``, one that has its matrices in 8 bits with scales of such blocks. ``devices`` of its workers, in
-    whose memory weights may arrive: ``cuda:N``, or "host" for the stand-in. Requests need the ``token``, and the
-    endpoints that are ``missing`` do not exist."""
-    with forked_server(_serve_engine, tp, dtype, blocks, devices, token, missing) as port:
+    whose memory weights may arrive: ``cuda:N``, or "host" for the stand-in. Requests need the ``token``."""
+    with forked_server(_serve_engine, tp, dtype, blocks, devices, token) as port:
         yield ToyEngine(f"http://127.0.0.1:{port}")

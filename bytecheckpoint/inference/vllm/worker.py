@@ -46,9 +46,9 @@ def _replicas(parallel: Any) -> int:
     """The number of data-parallel replicas that one address reaches."""
     if parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb:
         return 1
-    # vLLM configures each replica of a dense model as if it were the only one, except for this number (not in 0.29).
-    size: int = parallel.data_parallel_size
-    return size if size > 1 or parallel.enable_elastic_ep else getattr(parallel, "elastic_ep_max_dp_size", size)
+    # vLLM configures each replica of a dense model as if it were the only one, except for the last of these numbers.
+    size = parallel.data_parallel_size
+    return int(size if size > 1 or parallel.enable_elastic_ep else parallel.elastic_ep_max_dp_size)
 
 
 def _check_balancing(parallel: Any) -> None:

@@ -79,10 +79,6 @@ def post_answer(where: str, number: int, workers: int, answer: str) -> None:
             raise EngineError(f"the connection to the sender broke: {error}") from error
 
 
-class MissingMethod(EngineError):
-    """The engine has no such method, or its server no such endpoint."""
-
-
 class CollectiveRpc(Engine):
     """A vLLM engine whose workers have the worker extension. Without a ``pause_mode``, its owner generates only before
     and after a push."""
@@ -113,8 +109,7 @@ class CollectiveRpc(Engine):
     def note_pause(self, timeout_s: float, *, left_paused: bool) -> None:
         self.stays_paused = False
         if self.pause_mode is not None and not left_paused:
-            with suppress(MissingMethod):  # old releases do not answer this
-                self.stays_paused = bool(self._run("is_paused", timeout_s))
+            self.stays_paused = bool(self._run("is_paused", timeout_s))
 
     def pause(self, timeout_s: float) -> None:
         if self.pause_mode is None:
@@ -140,8 +135,7 @@ class CollectiveRpc(Engine):
                     "unfinished requests?"
                 )
         if version is not None:
-            with suppress(MissingMethod):  # old releases have no versions of weights
-                self._run("update_weight_version", timeout_s, str(version))
+            self._run("update_weight_version", timeout_s, str(version))
         if self.pause_mode is not None and not self.stays_paused:
             self._run("resume_generation", timeout_s)
 
@@ -192,8 +186,7 @@ class RpcEngine(CollectiveRpc):
         error = ended.exception()  # an interrupt of this thread is none of the engine's
         try:
             if error is not None:
-                kind = MissingMethod if isinstance(error, AttributeError) else EngineError
-                raise kind(f"{self.name}: {type(error).__name__}: {error}") from error
+                raise EngineError(f"{self.name}: {type(error).__name__}: {error}") from error
             return ended.result()
         finally:
             del error, ended

@@ -14,7 +14,7 @@ from urllib.parse import urlencode, urlsplit
 
 from ....errors import DeadlineError, EngineError, UsageError
 from .base import Engine, TargetEngine
-from .rpc import METHOD, CollectiveRpc, MissingMethod, PauseMode
+from .rpc import METHOD, CollectiveRpc, PauseMode
 
 _HEALTH_S = 5.0
 _NOT_AUTHENTICATED = (401, 403, 407)
@@ -161,7 +161,7 @@ class HttpEngine(CollectiveRpc):
     def _refused(self, path: str, code: int, text: str) -> EngineError:
         hint = ""
         if code in (404, 405):
-            return MissingMethod(f"{self.name} has no {path}; start vLLM with VLLM_SERVER_DEV_MODE=1: {text}")
+            return EngineError(f"{self.name} has no {path}; start vLLM with VLLM_SERVER_DEV_MODE=1: {text}")
         if "EngineCore" in text or "EngineDead" in text or not self._is_alive():
             return EngineError(f"{self.name} has ended: {_KILLED} ({path} answered {code}: {text})")
         if path == "/collective_rpc" and self._has_answered:
