@@ -11,7 +11,7 @@ Any other operation reads the values that it needs and continues with real numbe
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -79,13 +79,11 @@ class Recorder:
         self._read = read
 
     def tensors(
-        self, metas: Iterable[tuple[str, tuple[int, ...], torch.dtype]], sources: Mapping[str, str] | None = None
+        self, metas: Iterable[tuple[str, tuple[int, ...], torch.dtype]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(name, tensor)`` for each stored tensor: the argument of ``load_weights``. ``sources`` has the stored name
-        for each name that is only another one of a tensor."""
+        """``(name, tensor)`` for each stored tensor: the argument of ``load_weights``."""
         for name, shape, dtype in metas:
-            stored = (sources or {}).get(name, name)
-            yield name, _Recorded(self, stored, torch.empty(shape, dtype=dtype, device="meta"))
+            yield name, _Recorded(self, name, torch.empty(shape, dtype=dtype, device="meta"))
 
     def values(self, recorded: _Recorded) -> torch.Tensor:
         """Read the values of a recorded tensor."""

@@ -309,7 +309,7 @@ class PushCoordinator:
             WorkerReport(self._engines[of.engine].name, of.number, of.host, sum(layout.sizes), *counted)
             for of, layout, counted in zip(self.bound.workers, self.bound.plan.layouts, nbytes, strict=True)
         ]
-        total = sum(meta.nbytes for name, meta in self.table.rows if name not in self.table.sources)
+        total = sum(meta.nbytes for _, meta in self.table.rows)
         return PushReport(version, seconds, workers, written, total, self.mode, self._failed)
 
     def finish(self, budget: Budget) -> None:

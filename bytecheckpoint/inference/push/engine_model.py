@@ -110,7 +110,7 @@ def record_load(model: EngineModel, table: Table, *, strict: bool = True) -> Loa
     must be filled completely."""
     recorder, made = Recorder(_zeros), model.make()
     return record_copies(
-        lambda: model.run_loader(made, recorder.tensors(table.metas(), table.sources)),
+        lambda: model.run_loader(made, recorder.tensors(table.metas())),
         recorder,
         dict(table.rows),
         made,
@@ -244,7 +244,7 @@ class ChunkedTensors:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and tensor, the argument of an engine's ``load_weights``."""
-        return Recorder(self.values, self.copy).tensors(self._table.metas(), self._table.sources)
+        return Recorder(self.values, self.copy).tensors(self._table.metas())
 
     def copy(self, copy: Copy) -> None:
         """Execute a copy of the loader."""

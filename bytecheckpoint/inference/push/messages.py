@@ -29,7 +29,7 @@ from ...tensors.metadata import BasicMeta
 from ...tensors.shards import torch_dtype
 from ..layouts.parts import TensorBox
 
-PROTOCOL = 15
+PROTOCOL = 16
 """The version of the messages; both sides must have the same."""
 
 E = TypeVar("E", bound=BaseException)
@@ -69,23 +69,13 @@ def decode(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Table:
-    """The tensors that senders hold, in the order in which the engine's loader gets them.
-
-    ``aliases`` has each name that is a further one of another tensor, which alone is held and sent, and that one's.
-    """
+    """The tensors that senders hold, in the order in which the engine's loader gets them."""
 
     rows: tuple[tuple[str, BasicMeta], ...]
-    aliases: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def packed(self) -> bytes:
-        rows = [(name, meta.dtype.name, meta.shape) for name, meta in self.rows]
-        return pack([rows, self.aliases])
-
-    @cached_property
-    def sources(self) -> dict[str, str]:
-        """The name of the tensor that each alias means."""
-        return dict(self.aliases)
+        return pack([(name, meta.dtype.name, meta.shape) for name, meta in self.rows])
 
     @cached_property
     def digest(self) -> bytes:
@@ -93,8 +83,8 @@ class Table:
 
     @classmethod
     def unpack(cls, data: bytes) -> Table:
-        rows, aliases = msgpack.unpackb(data, use_list=False)
-        return cls(tuple((name, BasicMeta(find_dtype(dtype), shape)) for name, dtype, shape in rows), aliases)
+        rows = msgpack.unpackb(data, use_list=False)
+        return cls(tuple((name, BasicMeta(find_dtype(dtype), shape)) for name, dtype, shape in rows))
 
     def metas(self) -> Iterable[tuple[str, tuple[int, ...], torch.dtype]]:
         """Yield name, shape and dtype, as a ``Recorder`` expects them."""

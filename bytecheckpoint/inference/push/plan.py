@@ -286,14 +286,9 @@ def merge_descriptions(descriptions: Sequence[bytes]) -> tuple[Table, dict[str, 
     rows: dict[str, Any] = {}
     held: dict[tuple[str, Box], list[int]] = {}
     pinned: set[str] = set()
-    aliases: dict[str, str] = {}
     for sender, description in enumerate(descriptions):
         packed, boxes, names = msgpack.unpackb(description, use_list=False)
-        table = Table.unpack(packed)
-        for alias, name in table.aliases:
-            if aliases.setdefault(alias, name) != name:
-                raise DisagreementError(f"rank {sender} has {alias} as {name}, and ranks before as {aliases[alias]}")
-        for name, meta in table.rows:
+        for name, meta in Table.unpack(packed).rows:
             if rows.setdefault(name, meta) != meta:
                 raise DisagreementError(f"senders disagree on {name}: {rows[name]} before rank {sender}, {meta} on it")
         pinned.update(names)
@@ -303,7 +298,4 @@ def merge_descriptions(descriptions: Sequence[bytes]) -> tuple[Table, dict[str, 
     for (name, box), senders in held.items():
         owners = tuple(sorted(set(senders)))
         found.setdefault(name, []).append(Holding(box, owners[:1] if name in pinned else owners))
-    both = sorted(aliases.keys() & found.keys())
-    if both:
-        raise DisagreementError(f"some ranks have {both[0]} as {aliases[both[0]]}, and others as another tensor")
-    return Table(tuple(rows.items()), tuple(aliases.items())), found
+    return Table(tuple(rows.items())), found

@@ -84,14 +84,10 @@ def _narrowed(table: Table, parts: Sequence[Sequence[TensorBox]]) -> list[str]:
 def _quantized(table: Table, blocks: Mapping[str, Blocks]) -> Table:
     """Return the table of a checkpoint of the quantized model, where scales follow their weight."""
     rows: list[tuple[str, BasicMeta]] = []
-    aliases = dict(table.aliases)
     for name, meta in table.rows:
-        source = table.sources.get(name, name)
-        if source in blocks:
+        if name in blocks:
             rows.append((name, BasicMeta(QUANTIZED, meta.shape)))
-            rows.append((scale_name(name), BasicMeta(SCALE, grid_of(meta.shape, blocks[source]))))
-            if source != name:
-                aliases[scale_name(name)] = scale_name(source)
+            rows.append((scale_name(name), BasicMeta(SCALE, grid_of(meta.shape, blocks[name]))))
         else:
             rows.append((name, meta))
     names = {name for name, _ in table.rows}
@@ -100,7 +96,7 @@ def _quantized(table: Table, blocks: Mapping[str, Blocks]) -> Table:
         "the senders have scales of tensors that are not quantized; nothing was sent",
         [("dtype", name, f"it would be quantized, but the senders have {scale_name(name)} as well") for name in scaled],
     )
-    return Table(tuple(rows), tuple(aliases.items()))
+    return Table(tuple(rows))
 
 
 def _check_quantized_everywhere(engine: Engine, names: Iterable[str], parts: Sequence[Sequence[TensorBox]]) -> None:

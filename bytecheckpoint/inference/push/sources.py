@@ -92,23 +92,18 @@ class StateSource(PushSource):
             if fqn not in captured.per_rank and not excluded(f"{section}.{new}")
         }
         self.unused = excluded.unused
-        rows = [(new, captured.metas[captured.aliases.get(fqn, fqn)]) for fqn, new in named.items()]
-        names = [name for name, _ in rows]
+        names = list(named.values())
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise StateError(f"two tensors have the same name after renaming: {', '.join(twice[:5])}")
-        first = {fqn: fqn for fqn in named}  # of the names of one tensor, the one under which it is sent
-        for alias, fqn in captured.aliases.items():
-            if alias in named:
-                first[alias] = first.setdefault(fqn, alias)
-        aliases = tuple((named[fqn], named[one]) for fqn, one in first.items() if fqn in named and fqn != one)
-        self.table = Table(tuple(rows), aliases)
-        self._shards: dict[str, list[Shard]] = {}
+        stored = {new: captured.aliases.get(fqn, fqn) for fqn, new in named.items()}
+        self.table = Table(tuple((name, captured.metas[fqn]) for name, fqn in stored.items()))
+        shards: dict[str, list[Shard]] = {}
         for shard in captured.shards:
-            if shard.fqn in first:
-                self._shards.setdefault(named[first[shard.fqn]], []).append(shard)
-        self.held = [(fqn, shard.box) for fqn, shards in self._shards.items() for shard in shards]
-        self.pinned = frozenset(named[first[fqn]] for fqn in captured.pinned if fqn in first)
+            shards.setdefault(shard.fqn, []).append(shard)
+        self._shards = {name: shards.get(fqn, []) for name, fqn in stored.items()}
+        self.held = [(name, shard.box) for name, held in self._shards.items() for shard in held]
+        self.pinned = frozenset(name for name, fqn in stored.items() if fqn in captured.pinned)
 
     def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         return [self._view(name, box) for name, box in boxes]
@@ -131,11 +126,8 @@ class CheckpointSectionSource(PushSource):
         self._rows = {name: row for name, row in found.items() if not excluded(f"{section}.{name}")}
         self.unused = excluded.unused
         meta_of = checkpoint.manifest.tensors.meta_of
-        first: dict[int, str] = {}  # of the names of one tensor, the one under which it is sent
-        aliases = [(name, first.setdefault(row, name)) for name, row in self._rows.items()]
-        rows = tuple((name, meta_of(row)) for name, row in self._rows.items())
-        self.table = Table(rows, tuple((alias, name) for alias, name in aliases if alias != name))
-        self.held = [(name, Box.whole(meta.shape)) for name, meta in rows if name not in self.table.sources]
+        self.table = Table(tuple((name, meta_of(row)) for name, row in self._rows.items()))
+        self.held = [(name, Box.whole(meta.shape)) for name, meta in self.table.rows]
 
     def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         meta_of = self._checkpoint.manifest.tensors.meta_of
