@@ -89,7 +89,7 @@ class IpcEngine(HttpEngine):
             )
         gpus_of(named)
         self._model = _WholeModel(self, named, bucket_bytes)
-        self._receiver = Receiver(self._model, logging.DEBUG)  # this process raises failures as well
+        self._receiver = Receiver(self._model)
         self._pending: Future[str] | None = None
 
     def call(self, request: str, timeout_s: float) -> list[str]:

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import repeat
@@ -41,7 +40,7 @@ from .transports.tcp import ChunkServer
 from .writing import UNCHANGED, fate_of
 
 _MAX_RECORDS = 4  # of loads: two kinds of senders, each with and without quantization
-_CHANGES = frozenset({"describe", "prepare", "apply", "stream", "rollback"})  # requests that begin or apply a change
+_CHANGES = frozenset({"prepare", "apply", "stream", "rollback"})  # requests that begin or apply a change
 _PATIENCE = 0.8  # of a sender's deadline: a missing chunk is the cause of missing room, so this worker reports first
 
 _DAMAGED = -1  # equal to no digest, so that the next push sends the chunk
@@ -56,16 +55,12 @@ class Receiver:
 
     Args:
         model: The worker's model.
-        log_level: The level at which failures are logged; the coordinator raises them as well.
         device: The device of the model's weights. For a CUDA device, host memory for chunks is registered with CUDA, so
             that the device copies directly from there.
     """
 
-    def __init__(
-        self, model: EngineModel, log_level: int = logging.WARNING, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, model: EngineModel, device: torch.device | None = None) -> None:
         self.id = secrets.token_hex(8)
-        self._log_level = log_level
         self._model, self._device = model, device
         self._records: dict[bytes, tuple[Table, LoadRecord, bool]] = {}
         self._versions, self._start_version = VersionStore(device), model.start_version
@@ -93,7 +88,6 @@ class Receiver:
         Returns:
             The response, which ``Engine.call`` returns. A failure is a response too; this method never raises.
         """
-        begin = time.monotonic()
         answer = _header(self.id)
         try:
             message = decode(request)
@@ -111,12 +105,17 @@ class Receiver:
                     "changed, push the model first"
                 )
             self._check_replaced()
+            if kind in _CHANGES and "weights" in self._model.asleep():
+                raise StateError(
+                    "the engine sleeps, and the memory of its weights is not mapped; nothing was changed. Call its "
+                    'wake_up first, with tags=["weights"] or without'
+                )
             notify(f"push.worker.{kind}", "enter")
             with paused():
                 answer |= handler(self, message) or {}
             notify(f"push.worker.{kind}", "exit")
         except Exception as error:  # noqa: BLE001 - the coordinator raises it, see messages.py
-            _log.log(self._log_level, "push: %s", error, exc_info=True)
+            _log.warning("push: %s", error, exc_info=True)
             answer["failure"] = vars(FailureResponse.of(error, self._serving()))
         served = self._versions.served
         if served is not None:
@@ -132,7 +131,6 @@ class Receiver:
             "is_changing": self._push.is_changing or self._has_own_lease,
             "has_sender": self._lease is not None and self._lease.is_connected,
         }
-        answer["seconds"] = time.monotonic() - begin
         return encode(answer)
 
     def close(self) -> None:
@@ -164,7 +162,6 @@ class Receiver:
 
     def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a transaction: provide memory for a layout, and return what it already contains."""
-        self._check_awake()
         self._stop_listening()
         self._push.begin(message["transaction"])
         digest, packed, table_digest = message["layouts"].get(self.id, (b"", None, b""))
@@ -243,7 +240,6 @@ class Receiver:
     def _apply(self, message: Mapping[str, Any]) -> None:
         """Second phase of the commit: load the verified version. After a failure, load the served one again."""
         version = self._current("apply", message)
-        self._check_awake()
         self._push.change()
         if self._is_served:
             if self._versions.served is None:
@@ -264,7 +260,6 @@ class Receiver:
         """Load the chunks that arrive in the ring buffer, each of them verified."""
         version, ring = self._current("stream", message), self._ring
         assert ring is not None
-        self._check_awake()
         version.version, version.finite = message["version"], message["finite"]
         self._push.change()
         try:
@@ -304,13 +299,6 @@ class Receiver:
             _log.warning("push: the engine has loaded other weights by itself; it no longer serves version %r", name)
             self._versions.forget()
             self._inconsistent_reason, self._start_version = "", None
-
-    def _check_awake(self) -> None:
-        if "weights" in self._model.asleep():
-            raise StateError(
-                "the engine sleeps, and the memory of its weights is not mapped; nothing was changed. Call its wake_up "
-                'first, with tags=["weights"] or without'
-            )
 
     def _restore(self) -> bool:
         is_restored = self._model.restore()
@@ -415,7 +403,6 @@ class Receiver:
         versions = self._versions
         if versions.before is None or versions.served is None:
             raise StateError("it does not hold the version before; nothing was changed")
-        self._check_awake()
         self._push.end()
         self._return(f"version {versions.served.version!r} was rolled back")
 
@@ -483,7 +470,7 @@ def refuse(error: Exception, request: Any) -> str:
 
 def _header(receiver: str) -> dict[str, Any]:
     """Return what every answer has, as of a worker that serves what it started with."""
-    served = {"version": None, "inconsistent_reason": "", "applied_by": "", "transaction": "", "seconds": 0.0}
+    served = {"version": None, "inconsistent_reason": "", "applied_by": "", "transaction": ""}
     return {"receiver": receiver, "host": socket.gethostname(), "pid": os.getpid(), **served}
 
 
