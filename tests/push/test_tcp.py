@@ -65,14 +65,6 @@ def test_chunks_arrive(server: ChunkServer, memory: torch.Tensor) -> None:
     assert torch.equal(memory[:64], DATA[:64])
 
 
-def test_a_chunk_damaged_on_the_way(server: ChunkServer) -> None:
-    transport = _transport(server)
-    transport.write([OutgoingChunk([ChunkTarget(0, 1, 64)], DATA, DIGEST ^ 1)])
-    with pytest.raises(EngineError, match=r"t1 .* was damaged on the way; nothing was applied"):
-        transport.finish()
-    transport.close()
-
-
 @pytest.mark.parametrize("chunk", [0, 2])
 def test_a_chunk_that_is_not_in_the_layout(server: ChunkServer, memory: torch.Tensor, chunk: int) -> None:
     transport = _transport(server)

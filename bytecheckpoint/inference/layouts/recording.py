@@ -78,9 +78,7 @@ class Recorder:
         self.on_copy = on_copy or self.copies.append
         self._read = read
 
-    def tensors(
-        self, metas: Iterable[tuple[str, tuple[int, ...], torch.dtype]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, metas: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` for each stored tensor: the argument of ``load_weights``."""
         for name, shape, dtype in metas:
             yield name, _Recorded(self, name, torch.empty(shape, dtype=dtype, device="meta"))

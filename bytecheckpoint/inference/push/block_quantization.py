@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from ...engine.blocks import Block, page_round
 from ...engine.tensor_bytes import copy_elements
 from ...tensors.dtypes import DTYPES, DType
 from ...tensors.geometry import Box
@@ -68,16 +69,21 @@ def cut_blocks(box: Box, blocks: Blocks, limit: int) -> Iterator[Box]:
 class Scratch(threading.local):
     """Memory that each thread reuses: the first touch of a page costs more than the computation in it."""
 
-    _memory = torch.empty(0, dtype=torch.uint8)
+    _block: Block | None = None
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor, which is valid until the next call in this thread."""
+    def take(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: torch.device | None = None
+    ) -> torch.Tensor:
+        """Return an uninitialized tensor, which is valid until the next call in this thread. Host memory is registered
+        with CUDA, if that is the ``source`` from which it is filled."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if self._memory.numel() < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        return self._memory[:nbytes].view(dtype).view(shape)
+        if self._block is None or self._block.nbytes < nbytes:
+            self._block = Block(page_round(nbytes))
+        if source is not None and source.type == "cuda":
+            self._block.pinning.try_pin(source)
+        return self._block.tensor[:nbytes].view(dtype).view(shape)
 
 
 def maxima_of(tensor: torch.Tensor, box: Box, blocks: Blocks, scratch: Scratch) -> torch.Tensor:

@@ -187,7 +187,9 @@ class Push:
                 quantizer = self._quantizer()
                 if is_streamed:
                     with op.phase("push.check"):
-                        self.sender.check_before_stream(self._source)
+                        if self.sender.finite and not self._source.checked_late:
+                            # Now, and not when an engine has loaded the first of them.
+                            self.sender.write(quantizer, {}, op.check, self.progress.add)
                     if self.sender.assignment.is_group:
                         transports = self._group_transports(opened)
                     op.gather("push.transports", b"")

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
 
 from ...control.connections import Endpoint
-from ...planners.extents import runs_of
-from ...tensors.dtypes import is_lossless_cast
-from ..layouts.parts import torch_dtype_of
-from .block_quantization import QUANTIZED
 from .layout import Write
 from .quantizer import Quantizer
-from .sources import PushSource
 from .transports.base import Transport
 from .transports.group import Membership
 from .transports.shared_memory import ArenaAddress, SharedMemoryTransport, attach
 from .transports.tcp import TcpTransport
-from .writing import ChunkWriter, check_finite, unpack_writes
-
-_CHECKED_BYTES = 64 << 20  # fetched and checked at once
+from .writing import ChunkWriter, unpack_writes
 
 
 @dataclass(frozen=True)
@@ -46,8 +38,7 @@ class Sender:
     def __init__(self, deadline_s: float, *, tcp_only: bool) -> None:
         self.deadline_s, self.tcp_only = deadline_s, tcp_only
         self.finite = False  # whether all values must be finite
-        self._is_checked = False  # whether those of this push are
-        self._found_finite: list[int] = []  # the digests of the writes of the last push, whose values were finite
+        self._found_finite: list[int] = []  # the digests of the writes whose values were finite when last made
         self.assignment: PushAssignment
         self.task = self._packed = b""
         self.writes: list[Write] = []
@@ -65,7 +56,6 @@ class Sender:
 
     def take(self, packed: bytes) -> None:
         """Unpack an assignment, for one push."""
-        self._is_checked = False
         plain = msgpack.unpackb(packed)
         writes, self.task = plain.pop("writes"), plain.pop("task")
         if writes != self._packed:
@@ -102,24 +92,6 @@ class Sender:
             stack.callback(found[target].close)
         return found
 
-    def check_before_stream(self, source: PushSource) -> None:
-        """Check the values, as they will be sent, before an engine loads the first of them."""
-        if not self.finite or source.checked_late:
-            return
-        stored = {name: meta.dtype for name, meta in source.table.rows}
-        # Scales are not stored; their weights are checked.
-        writes = [write for write in self.writes if write.name in stored]
-        for run in runs_of(writes, attrgetter("room"), _CHECKED_BYTES):
-            distinct = dict.fromkeys((write.name, write.box, write.dtype) for write in run)
-            fetched = source.fetch([(name, box) for name, box, _ in distinct])
-            checked = []
-            for (name, box, dtype), elements in zip(distinct, fetched, strict=True):
-                # A cast may overflow, where quantizing scales.
-                is_cast = dtype != QUANTIZED and not is_lossless_cast(stored[name], dtype)
-                checked.append((name, box, elements.to(torch_dtype_of(dtype)) if is_cast else elements))
-            check_finite(checked)
-        self._is_checked = True
-
     def write(
         self,
         quantizer: Quantizer,
@@ -127,10 +99,12 @@ class Sender:
         check: Callable[[], None],
         on_written: Callable[[int], None],
     ) -> list[int]:
-        """Make the writes like ``ChunkWriter.run``, and return the digests of the chunks."""
-        finite = self._found_finite if self.finite and not self._is_checked else None
+        """Make the writes like ``ChunkWriter.run``, and return the digests of the chunks. Without transports, values
+        are made and checked, and nothing is delivered."""
+        writes = self.writes if transports else [replace(write, places=()) for write in self.writes]
+        finite = self._found_finite if self.finite else None
         writer = ChunkWriter(transports, quantizer, on_device=self.assignment.on_device, finite=finite)
-        digests = writer.run(self.writes, self.assignment.known, check, on_written)
+        digests = writer.run(writes, self.assignment.known, check, on_written)
         self._found_finite = digests if self.finite else []
         return digests
 

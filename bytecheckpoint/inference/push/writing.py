@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from operator import attrgetter
@@ -11,13 +10,13 @@ from typing import Any, NamedTuple
 import msgpack
 import torch
 
-from ...engine.blocks import Block, page_round
 from ...errors import StateError
 from ...planners.extents import runs_of
 from ...runtime.threads import Threads
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from ..layouts.parts import torch_dtype_of
+from .block_quantization import Scratch
 from .layout import ChunkTarget, Write
 from .messages import pack
 from .quantizer import Quantizer
@@ -108,8 +107,7 @@ class ChunkWriter:
         self._device = compute_device() if on_device else torch.device("cpu")
         self._digests: Digests = word_digests if on_device else xxh3_digests
         self._run_bytes = _DEVICE_RUN_BYTES if on_device else _RUN_BYTES
-        self._scratch_bytes = 1
-        self._local = threading.local()
+        self._scratch = Scratch()
 
     def run(
         self,
@@ -127,8 +125,6 @@ class ChunkWriter:
             on_written: Called with the bytes of finished writes.
         """
         digests: list[int] = []
-        sizes = [write.room for write in writes]
-        self._scratch_bytes = min(sum(sizes), max(self._run_bytes, *sizes)) if sizes else 1
         at, finite = 0, iter(self._finite or ())
         with Threads(THREADS, thread_name_prefix="bcp-push-write") as threads:
             for batch in runs_of(writes, attrgetter("room"), max(_BATCH_BYTES, THREADS * self._run_bytes)):
@@ -193,29 +189,18 @@ class ChunkWriter:
 
     def _make(self, run: Sequence[_Making]) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
-        used = 0
+        memory, used = torch.empty(0), 0
         for write, tensor, *_ in run:
             data = self._quantizer.unchanged_bytes(tensor, write, self._device)
             if data is None:
-                data = self._scratch(tensor)[used : used + write.nbytes]
+                if not used:
+                    room = sum(one.write.room for one in run)
+                    memory = self._scratch.take([room], torch.uint8, self._device, tensor.device)
+                data = memory[used : used + write.nbytes]
                 used += write.room
                 self._quantizer.fill(data.view(torch_dtype_of(write.dtype)).view(write.box.lengths), tensor, write)
             made.append(data)
         return made
-
-    def _scratch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this thread's memory for a run with ``tensor``. A device copies into host memory that is registered
-        with CUDA."""
-        if not hasattr(self._local, "scratch"):
-            if self._device.type == "cpu":
-                self._local.block = Block(page_round(self._scratch_bytes))
-                self._local.scratch = self._local.block.tensor
-            else:
-                self._local.scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
-        found: torch.Tensor = self._local.scratch
-        if tensor.is_cuda and not found.is_cuda:
-            self._local.block.pinning.try_pin(tensor.device)
-        return found
 
 
 def _deliver(ready: dict[Transport, list[OutgoingChunk]]) -> None:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from ....engine.blocks import Pinning
-from ....errors import CorruptionError, EngineError
+from ....errors import EngineError
 from ..layout import ArrivedChunk, ChunkStore, Layout
-from .base import OutgoingChunk, Transport, xxh3_digests
+from .base import OutgoingChunk, Transport
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -94,9 +94,7 @@ class ArenaChunks(ChunkStore):
         return self.get(chunk)
 
     def verify(self, chunks: Sequence[ArrivedChunk]) -> None:
-        for chunk, digest in zip(chunks, xxh3_digests([chunk.place for chunk in chunks]), strict=True):
-            if digest != chunk.digest:
-                raise CorruptionError(f"{self._layout.name_of(chunk.number)} was damaged on the way")
+        """Do nothing: all chunks are verified before the first one is loaded."""
 
     def get(self, chunk: int) -> torch.Tensor:
         return self._memory[self._layout.span(chunk)]
