@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,6 @@ class Update:
             worker.socket.bind(names[worker.device])
         self._request = run_daemon(lambda: request(names), "bcp-push-update")
         self._releasing: Future[None] | None = None
-        self._unexplained: EngineError | None = None
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the engine has answered and all threads have ended. Return False after ``timeout_s``."""
@@ -96,51 +96,27 @@ class Update:
         return not wait(running, max(timeout_s, 0.0)).not_done
 
     def begin(self, handles: Sequence[Handle]) -> None:
-        """Wait for all workers, and send each its handle."""
-
-        def has_connected(worker: _Worker) -> bool:
-            has_ended = self._request.done()
-            if worker.socket.poll(0, self._zmq.POLLOUT):
-                return True
-            if has_ended:
-                raise EngineError(f"{self._named(worker)} did not take part in an update: {self._answer()}")
-            return False
-
-        late = "did not begin an update within", "is the engine busy, or stopped, or on another host?"
-        self._repeat(has_connected, self._zmq.POLLOUT, *late)
-        self._send_each(handles)
-
-    def _repeat(self, step: Callable[[_Worker], bool], event: int, late: str, hint: str) -> None:
-        """Repeat a step for each worker until it returns True, at least when there is this event. Raises
-        ``DeadlineError``."""
-        end, left = self._deadline(), list(self._workers)
-        while left := [worker for worker in left if not step(worker)]:
-            if time.monotonic() >= end:
-                raise DeadlineError(f"{self._named(left[0])} {late} {self._patience_s:.3g} s; {hint}")
-            left[0].socket.poll(1000 * _POLL_S, event)
+        """Send each worker its handle, when it has connected."""
+        for worker, handle in zip(self._workers, handles, strict=True):
+            late = "did not begin an update", "is the engine busy, or stopped, or on another host?"
+            self._await(worker, self._zmq.POLLOUT, *late)
+            self._send(worker, handle)
 
     def send(self, message: Any) -> None:
         """Send a message to all workers, after the answers that they owe."""
         self.wait()
-        self._send_each([message] * len(self._workers))
-
-    def _send_each(self, messages: Sequence[Any]) -> None:
-        for worker, message in zip(self._workers, messages, strict=True):
-            if not self._send(worker, message):
-                raise self._lost(worker)
-            worker.has_begun = worker.owes_answer = True
+        for worker in self._workers:
+            self._send(worker, message)
 
     def wait(self) -> None:
         """Wait for all owed answers. Raises the first failure that a worker reports."""
-
-        def has_answered(worker: _Worker) -> bool:
-            if worker.owes_answer and self._is_lost(worker):
-                raise self._lost(worker)
-            if worker.owes_answer and worker.socket.poll(0):
-                self._receive(worker)
-            return not worker.owes_answer
-
-        self._repeat(has_answered, self._zmq.POLLIN, "did not answer within", "is its process stopped?")
+        for worker in self._workers:
+            if worker.owes_answer:
+                self._await(worker, self._zmq.POLLIN, "did not answer", "is its process stopped?")
+                text = worker.socket.recv_multipart()[-1].decode(errors="replace")
+                worker.owes_answer = False
+                if text:
+                    raise EngineError(f"{self._named(worker)} failed:\n{text[-_MAX_TEXT:].rstrip()}")
 
     def finish(self) -> str:
         """End an update after the workers' last answers. Returns the error in the engine's own answer, if any."""
@@ -151,12 +127,12 @@ class Update:
 
     def give_up(self, error: BaseException) -> None:
         """Release all workers in a thread, including those that connect later or were stopped, for as long as the
-        engine handles the request. Adds the engine's answer to ``error`` where a worker could not explain itself."""
+        engine handles the request. Adds what the engine reports to ``error``."""
         self._releasing = run_daemon(self._release_workers, "bcp-push-release")
         if not isinstance(error, DeadlineError):  # a late worker will not answer now
             self.join(min(_LATE_S, max(self._end - time.monotonic(), _POLL_S)))
-        if error is self._unexplained:
-            error.args = (f"{error}: {self._answer()}",)
+            if self._request.done() and (text := self._error()):
+                error.args = (f"{error}: {text}",)
 
     def _release_workers(self) -> None:
         left = list(self._workers)
@@ -176,12 +152,6 @@ class Update:
             worker.socket.close(linger_ms)
         self._context.term()
 
-    def _answer(self) -> str:
-        """Return what the engine reports about the update."""
-        if not self._request.done():
-            return "the engine has not reported anything"
-        return self._error() or "the engine reports that the update has ended"
-
     def _error(self) -> str:
         """Return the error of the engine's request, which has ended; empty if there is none."""
         error = self._request.exception()
@@ -189,31 +159,23 @@ class Update:
             return str(error or "")
         return f"{type(error).__name__}: {error}"
 
-    def _deadline(self) -> float:
-        return min(time.monotonic() + self._patience_s, self._end)
+    def _await(self, worker: _Worker, event: int, late: str, hint: str) -> None:
+        """Wait for an event on a worker's socket. Raises ``EngineError`` for a worker that is gone, and
+        ``DeadlineError``."""
+        end = min(time.monotonic() + self._patience_s, self._end)
+        while not worker.socket.poll(1000 * _POLL_S, event):
+            is_connected = worker.socket.poll(0, self._zmq.POLLOUT)
+            may_come = is_connected or not (worker.has_begun or self._request.done())
+            if not may_come and not worker.socket.poll(0, event):
+                raise EngineError(f"{self._named(worker)} takes no part in the update")
+            if time.monotonic() >= end:
+                raise DeadlineError(f"{self._named(worker)} {late} within {self._patience_s:.3g} s; {hint}")
 
-    def _send(self, worker: _Worker, message: Any) -> bool:
-        """Return False if the worker is gone."""
-        try:
+    def _send(self, worker: _Worker, message: Any) -> None:
+        with suppress(self._zmq.Again):  # it is gone, and the wait for its answer ends
             # REP expects an empty frame first, which REQ would add.
             worker.socket.send_multipart([b"", pickle.dumps(message)], flags=self._zmq.DONTWAIT)
-        except self._zmq.Again:
-            return False
-        return True
-
-    def _receive(self, worker: _Worker) -> None:
-        text = worker.socket.recv_multipart()[-1].decode(errors="replace")
-        worker.owes_answer = False
-        if text:
-            raise EngineError(f"{self._named(worker)} failed:\n{text[-_MAX_TEXT:].rstrip()}")
-
-    def _is_lost(self, worker: _Worker) -> bool:
-        """Return whether the worker has disconnected without leaving an answer to read."""
-        return not worker.socket.poll(0, self._zmq.POLLOUT) and not worker.socket.poll(0)
-
-    def _lost(self, worker: _Worker) -> EngineError:
-        self._unexplained = EngineError(f"{self._named(worker)} is gone")
-        return self._unexplained
+        worker.has_begun = worker.owes_answer = True
 
     def _named(self, worker: _Worker) -> str:
         return f"the worker on {worker.device} of {self._engine}"
