@@ -39,7 +39,6 @@ ATTRIBUTES: Mapping[str, tuple[str, str]] = {
     "reset_encoder_cache": ("vllm.v1.worker.gpu_model_runner", "of a model runner"),
     "reset_lora_state": ("vllm.v1.worker.lora_model_runner_mixin", "of a model runner"),
     "reset_mm_cache": ("vllm.v1.worker.gpu_model_runner", "of a model runner"),
-    "speculator": ("vllm.v1.worker.gpu.model_runner", "of model runner V2, whose drafts are refused"),
     "static_all_moe_layers": ("vllm.config.compilation", "of a configuration: the serving model's experts"),
     "static_forward_context": ("vllm.config.compilation", "of a configuration: the serving model's layers"),
 }

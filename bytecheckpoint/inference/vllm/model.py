@@ -317,21 +317,13 @@ def receiver_of_draft(vllm_config: Any, runner: Any) -> Receiver:
     accepts pushes."""
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise StateError(
-            "an engine with pipeline stages is not supported, because only its last stage has the draft model"
-        )
-    if getattr(runner, "speculator", None) is not None:
-        raise StateError(
-            "this engine uses vLLM's model runner V2, whose draft models share layers with the serving model or cannot "
-            "be reloaded by themselves; start it with VLLM_USE_V2_MODEL_RUNNER=0"
-        )
     drafter = getattr(runner, "drafter", None)
     # Other draft models share layers with the serving model, which a reload would change.
-    if not isinstance(drafter, DraftModelProposer):
+    if vllm_config.parallel_config.pipeline_parallel_size > 1 or not isinstance(drafter, DraftModelProposer):
         raise StateError(
-            "this engine has no separate draft model that accepts pushes: start it with "
-            "--speculative-config of the method draft_model, and with the worker extension"
+            "this engine has no separate draft model that accepts pushes: start it with --speculative-config of the "
+            "method draft_model, with VLLM_USE_V2_MODEL_RUNNER=0, and without pipeline stages, of which only the last "
+            "one has the draft model"
         )
     return receiver_of(drafter._create_draft_vllm_config(), runner.get_draft_model())
 

@@ -6,9 +6,9 @@ This module itself imports nothing of vLLM.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any
 
 from ...errors import StateError
@@ -28,10 +28,7 @@ def imports_of(part: str) -> Iterator[None]:
     except ImportError as error:
         if error.name == "vllm" and isinstance(error, ModuleNotFoundError):
             raise
-        try:
-            version = metadata.version("vllm")
-        except metadata.PackageNotFoundError:
-            version = "of this environment"
+        version = getattr(sys.modules.get("vllm"), "__version__", "of this environment")
         raise StateError(
             f"vLLM {version} lacks what {part!r} of this library needs: {error}; it was tested with {TESTED}. Other "
             "parts are not affected"
