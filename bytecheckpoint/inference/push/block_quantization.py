@@ -144,18 +144,18 @@ def is_wide(dtype: DType) -> bool:
 
 def check_quantizable(
     blocks: Blocks | None, metas: Mapping[str, BasicMeta], copies: Sequence[Copy], seen: frozenset[str]
-) -> bool:
-    """Return whether a loader that makes these ``copies`` requests tensors that must be quantized.
+) -> list[str]:
+    """Return the tensors that must be quantized for a loader that makes these ``copies``.
 
     Raises ``MismatchError`` for tensors that would be cast to 8 bits and cannot be quantized; ``seen`` are those with
     whose values the loader computes.
     """
     faults: dict[str, str] = {}
-    narrowed: set[str] = set()
+    narrowed: dict[str, None] = {}
     for copy in copies:
         meta, held = metas[copy.name], basic_meta(copy.target.dtype, ()).dtype
         if copy.view.numel and is_wide(meta.dtype) and is_narrow(held):
-            narrowed.add(copy.name)
+            narrowed[copy.name] = None
             if blocks is None:
                 faults[copy.name] = f"{meta} is sent for {held}, and the engine's model has no scales for its blocks"
             elif held != QUANTIZED:
@@ -169,4 +169,4 @@ def check_quantizable(
         "tensors in the format of the engine's own checkpoints, with their scales",
         [("dtype", name, text) for name, text in faults.items()],
     )
-    return bool(narrowed)
+    return list(narrowed)

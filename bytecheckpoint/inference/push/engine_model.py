@@ -86,13 +86,13 @@ class EngineModel(Protocol):
 @dataclass(frozen=True)
 class LoadRecord:
     """The ``parts`` that a load requests, in its order and without duplicates, and its ``copies``: ``(part, box)`` for
-    each copy from a part into a parameter. Whether a tensor ``is_wide``: it must be quantized before it is loaded.
-    ``fills`` states all that is written into some layers, and ``others`` are the tensors of which the loader fills the
-    other layers."""
+    each copy from a part into a parameter. The tensors in ``wide`` must be quantized before they are loaded. ``fills``
+    states all that is written into some layers, and ``others`` are the tensors of which the loader fills the other
+    layers."""
 
     parts: list[TensorBox]
     copies: list[tuple[int, Box]]
-    is_wide: bool
+    wide: list[str]
     fills: dict[str, dict[str, list[Fill]]] = field(default_factory=dict)
     others: frozenset[str] = frozenset()
     _replays: dict[bytes, Replay] = field(default_factory=dict)
@@ -154,8 +154,8 @@ def record_copies(
             "was changed; compare names and shapes with the engine's configuration"
         ) from error
     seen = frozenset(name for name, _ in recorder.seen)
-    is_wide = check_quantizable(blocks, metas, recorder.copies, seen)
-    if strict and not is_wide:
+    wide = check_quantizable(blocks, metas, recorder.copies, seen)
+    if strict and not wide:
         _check_complete(made, recorder, own)
     _check_floats(metas, recorder.copies, seen)
     ordered = layers.by_layer(recorder.copies)
@@ -167,7 +167,7 @@ def record_copies(
     copies = [(number, requested[at].box) for at, number in numbers.items() if number is not None]
     fills = layers.fills(metas, ordered, numbers, own, can_replay)
     others = {copy.name for copy in ordered if layers.of(copy.target) not in fills} | seen
-    return LoadRecord(parts, copies, is_wide, fills, frozenset(others))
+    return LoadRecord(parts, copies, wide, fills, frozenset(others))
 
 
 def _zeros(name: str, view: StridedView) -> torch.Tensor:

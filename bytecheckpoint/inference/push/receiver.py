@@ -158,7 +158,8 @@ class Receiver:
             while len(self._records) >= _MAX_RECORDS:
                 del self._records[next(iter(self._records))]
             known = self._records[table.digest] = table, record, strict
-        return {"parts": pack_parts(known[1].parts), "blocks": self._model.blocks}
+        record = known[1]
+        return {"parts": pack_parts(record.parts), "blocks": dict.fromkeys(record.wide, self._model.blocks)}
 
     def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a transaction: provide memory for a layout, and return what it already contains."""

@@ -14,7 +14,7 @@ from ...errors import MismatchError
 from ...tensors.metadata import BasicMeta
 from ..layouts.hub_names import scale_name
 from ..layouts.parts import TensorBox
-from .block_quantization import QUANTIZED, SCALE, Blocks, grid_of, is_narrow, is_wide
+from .block_quantization import QUANTIZED, SCALE, Blocks, grid_of, is_narrow
 from .engines.base import Budget, Engine, ask
 from .messages import Table, check_faults, unpack_parts
 from .plan import check_taken_whole
@@ -37,12 +37,10 @@ class TensorRequest:
 def request_tensors(engine: Engine, table: Table, budget: Budget, *, strict: bool) -> TensorRequest:
     """Ask an engine. Raises ``MismatchError`` when its model and ``table`` do not fit."""
     answers, parts = _describe(engine, table, budget, strict=strict)
-    names = _narrowed(table, parts)
-    blocks: dict[str, Blocks] = {}
-    if names:
-        _check_quantized_everywhere(engine, names, parts)
-        rows, columns = next(answer["blocks"] for answer in answers if answer["blocks"])
-        blocks = dict.fromkeys(names, (rows, columns))
+    found = (one for answer in answers for one in answer["blocks"].items())
+    blocks: dict[str, Blocks] = {name: (rows, columns) for name, (rows, columns) in found}
+    if blocks:
+        _check_quantized_everywhere(engine, blocks, parts)
         table = _quantized(table, blocks)
         answers, parts = _describe(engine, table, budget, strict=strict)
         _check_scales_requested(engine, blocks, parts)
@@ -76,11 +74,6 @@ def _describe(
     return answers, parts
 
 
-def _narrowed(table: Table, parts: Sequence[Sequence[TensorBox]]) -> list[str]:
-    narrow = {part.name for of_worker in parts for part in of_worker if is_narrow(part.dtype)}
-    return [name for name, meta in table.rows if name in narrow and is_wide(meta.dtype)]
-
-
 def _quantized(table: Table, blocks: Mapping[str, Blocks]) -> Table:
     """Return the table of a checkpoint of the quantized model, where scales follow their weight."""
     rows: list[tuple[str, BasicMeta]] = []
@@ -99,15 +92,12 @@ def _quantized(table: Table, blocks: Mapping[str, Blocks]) -> Table:
     return Table(tuple(rows))
 
 
-def _check_quantized_everywhere(engine: Engine, names: Iterable[str], parts: Sequence[Sequence[TensorBox]]) -> None:
+def _check_quantized_everywhere(
+    engine: Engine, blocks: Mapping[str, Blocks], parts: Sequence[Sequence[TensorBox]]
+) -> None:
     """Refuse a tensor that is requested both ways: an unquantized parameter would get values without their scale."""
-    quantized = set(names)
-    wide = {
-        part.name: part
-        for of_worker in parts
-        for part in of_worker
-        if part.name in quantized and not is_narrow(part.dtype)
-    }
+    distinct = (part for of_worker in parts for part in of_worker if part.name in blocks)
+    wide = {part.name: part for part in distinct if not is_narrow(part.dtype)}
     check_faults(
         f"{engine.name} requests tensors both quantized and not; nothing was sent",
         [("dtype", name, f"it is requested as {QUANTIZED} and as {part.dtype}") for name, part in wide.items()],

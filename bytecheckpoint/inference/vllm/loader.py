@@ -128,7 +128,7 @@ class BcpModelLoader(BaseModelLoader):
                 blocks,
                 strict=strict and model_config.quantization is None,  # vLLM computes some of their parameters later
             )
-        found = op.gather("requests", msgpack.packb([record.is_wide, pack_parts(record.parts)]))
+        found = op.gather("requests", msgpack.packb([bool(record.wide), pack_parts(record.parts)]))
         with op.phase("requests"):
             requests = [msgpack.unpackb(one) for one in found or ()]
             if strict and requests:
