@@ -12,10 +12,9 @@ from ..control.base import Operation
 from ..loading.shared_reads.negotiation import ShareReads
 from ..loading.shared_reads.run import read_together
 from ..tensors.geometry import Box
-from ..tensors.metadata import BasicMeta
-from ..tensors.shards import torch_dtype
-from .layouts.parts import StridedView, box_to_read
+from .layouts.parts import BoxView, StridedView, box_to_read
 from .layouts.recording import Copy, Recorder
+from .push.sources import CheckpointSectionSource
 
 _Part = tuple[int, Box, torch.Tensor]
 
@@ -57,18 +56,18 @@ class StoredWeights:
 
     def __init__(self, checkpoint: Checkpoint, section: str = "model") -> None:
         self._checkpoint, self._rows = checkpoint, checkpoint.section_rows(section, -1)
+        self._source = CheckpointSectionSource(checkpoint, section)
+        self.table = self._source.table
+        self._metas = dict(self.table.rows)
         self.recorder = Recorder(self._read_view)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, recorded tensor)`` pairs for a model's ``load_weights``, including tied names. Reads nothing."""
-        return self._recorded(self.recorder)
+        return self.recorder.tensors(self.table.metas())
 
     def tensors_read_by_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same pairs, for a loader that is not followed by ``deliver``: each of its copies reads what it needs."""
-        return self._recorded(Recorder(self._read_view, self._copy_now))
-
-    def _recorded(self, recorder: Recorder) -> Iterator[tuple[str, torch.Tensor]]:
-        return recorder.tensors((name, *self._stored(name)[1:]) for name in self._rows)
+        return Recorder(self._read_view, self._copy_now).tensors(self.table.metas())
 
     def deliver(self, op: Operation, share_reads: ShareReads = "auto") -> DeliveryReport:
         """Read what the loader copied into the parameters.
@@ -106,22 +105,16 @@ class StoredWeights:
             tuple(sorted({name for name, _ in self.recorder.seen})),
         )
 
-    @property
-    def metas(self) -> dict[str, BasicMeta]:
-        """The dtype and shape of each stored tensor."""
-        return {name: self._checkpoint.manifest.tensors.meta_of(row) for name, row in self._rows.items()}
-
     def loaded(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """``(name, box, part of a parameter)`` for each copy that was delivered."""
         for copy in self.recorder.copies:
-            yield copy.name, box_to_read(self._stored(copy.name)[1], copy.view).box, copy.target
+            yield copy.name, self._box_view(copy.name, copy.view).box, copy.target
 
     def _direct_read(self, copy: Copy) -> _Part | None:
         """The read, with a cast, that replaces ``copy``; None if the elements are in a different order."""
-        row, shape, _ = self._stored(copy.name)
-        found = box_to_read(shape, copy.view)
+        found = self._box_view(copy.name, copy.view)
         target = found.undo(copy.target)
-        return None if target is None else (row, found.box, target)
+        return None if target is None else (self._rows[copy.name], found.box, target)
 
     def _copy_now(self, copy: Copy) -> None:
         if not copy.target.is_meta:  # else the engine only counts elements
@@ -129,14 +122,8 @@ class StoredWeights:
                 copy.target.copy_(self._read_view(copy.name, copy.view))
 
     def _read_view(self, name: str, view: StridedView) -> torch.Tensor:
-        row, shape, dtype = self._stored(name)
-        found = box_to_read(shape, view)
-        part = torch.empty(found.box.lengths, dtype=dtype)
-        self._checkpoint.read([(row, found.box, part)])
-        return found.apply(part, view)
+        found = self._box_view(name, view)
+        return found.apply(self._source.fetch([(name, found.box)])[0], view)
 
-    def _stored(self, name: str) -> tuple[int, tuple[int, ...], torch.dtype]:
-        """The manifest row, shape and dtype of a stored tensor."""
-        row = self._rows[name]
-        meta = self._checkpoint.manifest.tensors.meta_of(row)
-        return row, meta.shape, torch_dtype(meta)
+    def _box_view(self, name: str, view: StridedView) -> BoxView:
+        return box_to_read(self._metas[name].shape, view)

@@ -24,7 +24,7 @@ from ...runtime import DEFAULT_DEADLINE_S
 from ..delivery import DeliveryReport, StoredWeights
 from ..layouts.hub_names import hub_tensors
 from ..push.engine_model import record_copies
-from ..push.messages import Table, pack_parts, unpack_parts
+from ..push.messages import pack_parts, unpack_parts
 from ..push.plan import check_taken_whole
 from ..push.writing import check_finite
 from .private import imports_of
@@ -123,7 +123,7 @@ class BcpModelLoader(BaseModelLoader):
             record = record_copies(
                 lambda: model.load_weights(tensors.items()),  # type: ignore[operator]
                 weights.recorder,
-                weights.metas,
+                dict(weights.table.rows),
                 model,
                 blocks,
                 strict=strict and model_config.quantization is None,  # vLLM computes some of their parameters later
@@ -133,7 +133,7 @@ class BcpModelLoader(BaseModelLoader):
             requests = [msgpack.unpackb(one) for one in found or ()]
             if strict and requests:
                 requested = [unpack_parts(parts) for _, parts in requests]
-                check_taken_whole("the engine", Table(tuple(weights.metas.items())), requested)
+                check_taken_whole("the engine", weights.table, requested)
         is_wide = any(wide for wide, _ in requests)
         return op.broadcast("requests", bytes([is_wide]) if op.rank == 0 else None) == bytes([True])
 
