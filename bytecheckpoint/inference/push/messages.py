@@ -126,27 +126,20 @@ def first_cause(errors: Sequence[BytecheckpointError]) -> BytecheckpointError:
     return next((error for error in errors if not isinstance(error, SenderLost)), errors[0])
 
 
-@dataclass(frozen=True)
-class FailureResponse:
-    """A worker's exception in a response. ``serving`` states what the worker serves after it."""
+def failure_of(error: BaseException, serving: str) -> dict[str, Any]:
+    """Return a worker's exception as a part of its response. ``serving`` states what the worker serves after it."""
+    text = traceback_text_of(error)[-_MAX_TRACEBACK:]
+    found = {"kind": type(error).__name__, "message": message_of(error), "faults": faults_of(error)}
+    return {**found, "traceback_text": text, "serving": serving}
 
-    kind: str
-    message: str
-    faults: list[list[str]]
-    traceback_text: str
-    serving: str
 
-    @classmethod
-    def of(cls, error: BaseException, serving: str) -> FailureResponse:
-        text = traceback_text_of(error)[-_MAX_TRACEBACK:]
-        return cls(type(error).__name__, message_of(error), faults_of(error), text, serving)
-
-    def error(self, where: str) -> BytecheckpointError:
-        """Return an error of the same class, or an ``EngineError``; its message begins with ``where``."""
-        after = f"\n  {where} {self.serving}" if self.serving else ""
-        text = f"{where}: {self.message}{after}"
-        if self.kind == SenderLost.__name__:
-            return SenderLost(text)
-        if self.kind in errors.__all__ and self.kind != errors.RankFailedError.__name__:
-            return library_error(self.kind, text, self.faults)
-        return EngineError(f"{where}: {self.kind}: {self.message}{after}\n\n{self.traceback_text}".rstrip())
+def error_of(failure: Mapping[str, Any], where: str) -> BytecheckpointError:
+    """Return an error of the same class, or an ``EngineError``; its message begins with ``where``."""
+    kind, serving = failure["kind"], failure["serving"]
+    after = f"\n  {where} {serving}" if serving else ""
+    text = f"{where}: {failure['message']}{after}"
+    if kind == SenderLost.__name__:
+        return SenderLost(text)
+    if kind in errors.__all__ and kind != errors.RankFailedError.__name__:
+        return library_error(kind, text, failure["faults"])
+    return EngineError(f"{where}: {kind}: {failure['message']}{after}\n\n{failure['traceback_text']}".rstrip())

@@ -28,7 +28,7 @@ from .layout import ChunkStore, Waves
 from .leases import PauseLease
 from .lifecycle import PushLifecycle, PushState
 from .memory import STREAMED, HeldVersion, VersionStore, choose_mode, ring_of
-from .messages import PROTOCOL, FailureResponse, Table, decode, encode, pack_parts
+from .messages import PROTOCOL, Table, decode, encode, failure_of, pack_parts
 from .replay import Replay
 from .transports.base import Digests, word_digests, xxh3_digests
 from .transports.cuda_ipc import DeviceArena
@@ -116,7 +116,7 @@ class Receiver:
             notify(f"push.worker.{kind}", "exit")
         except Exception as error:  # noqa: BLE001 - the coordinator raises it, see messages.py
             _log.warning("push: %s", error, exc_info=True)
-            answer["failure"] = vars(FailureResponse.of(error, self._serving()))
+            answer["failure"] = failure_of(error, self._serving())
         served = self._versions.served
         if served is not None:
             answer |= {"version": served.version, "applied_by": served.applied_by}
@@ -465,7 +465,7 @@ def refuse(error: Exception, request: Any) -> str:
     answer = _header("")
     with suppress(BytecheckpointError, TypeError, AttributeError):
         answer["nonce"] = decode(request).get("nonce")
-    answer["failure"] = vars(FailureResponse.of(error, ""))
+    answer["failure"] = failure_of(error, "")
     return encode(answer)
 
 

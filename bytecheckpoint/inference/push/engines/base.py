@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ....errors import BytecheckpointError, EngineError, FormatError, StateError
-from ..messages import PROTOCOL, FailureResponse, decode, encode
+from ..messages import PROTOCOL, decode, encode, error_of
 
 _MIN_WAIT_S = 0.05
 
@@ -122,9 +122,7 @@ def ask(engine: Engine, kind: str, message: Mapping[str, Any], timeout_s: float)
 def failures_of(engine: Engine, answers: Sequence[Mapping[str, Any]]) -> list[BytecheckpointError]:
     """Return the failures in the answers of an engine's workers."""
     return [
-        FailureResponse(**answer["failure"]).error(
-            f"worker {number} of {engine.name} (process {answer['pid']} on {answer['host']})"
-        )
+        error_of(answer["failure"], f"worker {number} of {engine.name} (process {answer['pid']} on {answer['host']})")
         for number, answer in enumerate(answers)
         if "failure" in answer
     ]

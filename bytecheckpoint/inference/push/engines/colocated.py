@@ -11,7 +11,7 @@ import msgpack
 
 from ....control.base import Operation
 from ....errors import BytecheckpointError
-from ..messages import FailureResponse, pack
+from ..messages import error_of, failure_of, pack
 from .base import Engine
 
 _PHASE = "push.colocated"
@@ -58,7 +58,7 @@ class ColocatedEngines(Engine):
         answers = [msgpack.unpackb(one) for one in self.op.gather(_PHASE, self._answer(packed)) or ()]
         for rank, (_, failure) in enumerate(answers):
             if failure is not None:
-                raise FailureResponse(**failure).error(f"rank {rank}")
+                raise error_of(failure, f"rank {rank}")
         return [found for found, _ in answers]
 
     def _answer(self, packed: bytes) -> bytes:
@@ -66,5 +66,5 @@ class ColocatedEngines(Engine):
         try:
             answer: Any = [getattr(self._own, method)(*arguments, **options), None]
         except BytecheckpointError as error:
-            answer = [None, vars(FailureResponse.of(error, serving=""))]
+            answer = [None, failure_of(error, serving="")]
         return pack(answer)
