@@ -359,5 +359,5 @@ def test_a_stored_adapter(engine: ToyEngine, tmp_path: Path) -> None:
 def test_an_invalid_configuration() -> None:
     with pytest.raises(UsageError, match="PEFT's LoraConfig or a mapping, not int"):
         AdapterEngine(HttpEngine("http://127.0.0.1:9"), "a", 3)
-    with pytest.raises(StateError, match="object is not a plain value"):
+    with pytest.raises(StateError, match="cannot be expressed in JSON: 'object'"):
         AdapterEngine(HttpEngine("http://127.0.0.1:9"), "a", {"r": object()})

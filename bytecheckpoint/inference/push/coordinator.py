@@ -89,10 +89,9 @@ class PushCoordinator:
             return True
         answering = self._given
         if self._quorum is not None:
-            budget = Budget(_ANSWER_SHARE * self.deadline_s)
-            errors = self._on_all(lambda engine: _error_of(engine, budget), self._given)
-            self._leave_out([error for error in errors if error is not None])
-            answering = [engine for engine, error in zip(self._given, errors, strict=True) if error is None]
+            found = self._try_all("status", Budget(_ANSWER_SHARE * self.deadline_s))
+            self._leave_out([one for one in found if isinstance(one, BytecheckpointError)])
+            answering = [engine for engine, one in zip(self._given, found, strict=True) if isinstance(one, list)]
         self._choose(answering)
         return False
 
@@ -318,16 +317,11 @@ class PushCoordinator:
 
     def states(self, budget: Budget) -> list[list[dict[str, Any]]]:
         """Return the state of each worker of each engine; nothing of one that fails, if there is a quorum."""
-
-        def state(engine: Engine) -> list[dict[str, Any]]:
-            try:
-                return ask(engine, "state", {}, budget.left)
-            except BytecheckpointError:
-                if self._quorum is None:
-                    raise
-                return []
-
-        return self._on_all(state, self._given)
+        found = self._try_all("state", budget)
+        for one in found:
+            if isinstance(one, BytecheckpointError) and self._quorum is None:
+                raise one
+        return [one if isinstance(one, list) else [] for one in found]
 
     def ask_engines(self, kind: str, budget: Budget) -> list[list[dict[str, Any]]]:
         """Send a request that belongs to no transaction, and return the answers by engine and worker."""
@@ -366,6 +360,18 @@ class PushCoordinator:
         for engine in self._given:
             engine.close()
 
+    def _try_all(self, kind: str, budget: Budget) -> list[list[dict[str, Any]] | BytecheckpointError]:
+        """Ask all engines, and return the answers of each one's workers, or its error."""
+
+        def call(engine: Engine) -> list[dict[str, Any]] | BytecheckpointError:
+            try:
+                return ask(engine, kind, {}, budget.left)
+            except BytecheckpointError as error:
+                error.engine = engine.name
+                return error
+
+        return self._on_all(call, self._given)
+
     def _ask_all(self, kind: str, message: dict[str, Any], budget: Budget) -> list[list[dict[str, Any]]]:
         """Send a request of this transaction to all engines, and return the answers by engine and worker."""
         full = {"transaction": self._transaction, **message}
@@ -388,16 +394,6 @@ class PushCoordinator:
             return [function(items[0])]
         with Threads(len(items), thread_name_prefix="bcp-push-engine") as threads:
             return [future.result() for future in [threads.submit(function, item) for item in items]]
-
-
-def _error_of(engine: Engine, budget: Budget) -> BytecheckpointError | None:
-    """Return why an engine does not answer, if it does not."""
-    try:
-        ask(engine, "status", {}, budget.left)
-    except BytecheckpointError as error:
-        error.engine = engine.name
-        return error
-    return None
 
 
 class StreamApply:

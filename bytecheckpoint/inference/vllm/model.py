@@ -57,9 +57,8 @@ class VllmModel(EngineModel):
         self.runner: Any = None  # whose states belong to the weights; None where it is not known
         self.quantized = vllm_config.model_config.quantization is not None
         self.blocks = blocks_of(vllm_config.quant_config)
-        self._serves_own = self._served_own = (
-            True  # whether the engine serves the weights that it started with: now, and before the last load
-        )
+        # Whether the engine serves the weights that it started with: now, and before the last load.
+        self._serves_own = self._served_own = True
         self.start_version = vars(model).get("bytecheckpoint_version")  # if the loader of this library loaded it
         self.is_starting = False  # while vLLM loads the model, before it processes weights
         self._last_load: Any = None
@@ -127,8 +126,6 @@ class VllmModel(EngineModel):
                 yield name, seen[first]
 
     def load(self, weights: Weights) -> None:
-        self._served_own = self._serves_own
-        self._serves_own = False
         if self.is_starting:
             self.run_loader(self.module, weights)
             self._note_load()
@@ -150,8 +147,6 @@ class VllmModel(EngineModel):
         if self.is_starting:
             self.load(weights)
             return
-        self._served_own = self._serves_own
-        self._serves_own = False
         others: Weights = iter(())
         if replay.others:
             names = {"", *replay.others}  # without a name, it was computed of recorded tensors
@@ -185,6 +180,7 @@ class VllmModel(EngineModel):
                 getattr(self.runner, reset)()
 
     def _note_load(self) -> None:
+        self._served_own, self._serves_own = self._serves_own, False
         # Each reload of the model, also vLLM's own, replaces this list.
         self._last_load = get_layerwise_info(self.module).loaded_weights
 
@@ -206,7 +202,7 @@ class VllmModel(EngineModel):
         if not self._served_own or not hasattr(loader, "get_all_weights"):
             return False
         self._reload(self._with_tied(iter(loader.get_all_weights(self._config.model_config, self.module))))
-        self._serves_own = True
+        self._serves_own = self._served_own = True
         return True
 
     def asleep(self) -> Collection[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 import torch
@@ -115,14 +114,6 @@ def _config_text(config: Any) -> str:
         raise UsageError(f"an adapter's config is PEFT's LoraConfig or a mapping, not {type(config).__name__}")
     try:
         # Sorted, because a worker treats a different text as a different configuration.
-        return json.dumps(document, default=_plain, sort_keys=True)
+        return json.dumps(document, default=sorted, sort_keys=True)  # PEFT has sets, and enumerations of text
     except (TypeError, ValueError) as error:
         raise StateError(f"the adapter's config cannot be expressed in JSON: {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, Enum):
-        return value.value
-    raise TypeError(f"{type(value).__name__} is not a plain value")
