@@ -15,7 +15,7 @@ from certificates import server_context
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push import HttpEngine
 from bytecheckpoint.inference.push.engines.vllm import engine_at
-from bytecheckpoint.inference.push.leases import PauseLease
+from bytecheckpoint.inference.push.leases import unreachable
 from bytecheckpoint.testing import time_limit
 
 
@@ -55,11 +55,7 @@ def test_a_certificate_of_the_callers_context(server: str, certificate: Path) ->
 
 
 def _unreachable(engine: HttpEngine) -> str:
-    lease = PauseLease(engine.address or {}, "transaction", time_limit(60))
-    try:
-        return lease.unreachable
-    finally:
-        lease.end()
+    return unreachable(json.dumps(engine.address))
 
 
 def test_a_worker_that_must_resume_its_engine(server: str, certificate: Path) -> None:

@@ -209,10 +209,8 @@ class PushCoordinator:
         """Return the packed assignment of each sender."""
         answers, bound, held = self._answers, self.bound, self._known
         common = {
-            "arenas": [answer["arena"] for answer in answers],
-            "tokens": [token for answer in answers for token in answer["tokens"]],
-            "endpoints": [answer["endpoint"] for answer in answers],
-            "rings": [answer["ring"] for answer in answers if "ring" in answer],
+            "targets": [[answer.get(key) for key in ("arena", "tokens", "endpoint", "ring")] for answer in answers],
+            "is_streamed": self.mode == STREAMED,
             "on_device": self._cuda_ipc or self._group == "nccl",
             "is_group": self._group is not None,
         }

@@ -23,7 +23,7 @@ from ...control.connections import Endpoint, at_most, close_when_connected, rece
 from ...errors import BytecheckpointError, EngineError, StateError
 from ...runtime.threads import run_daemon
 from .engines.base import Budget, Engine, ask, ask_all, check_awake
-from .engines.vllm import engine_at, server_at
+from .engines.vllm import HttpEngine, engine_at, tls_context
 from .transports.base import hosts_of_engine
 
 _CONNECT_S = 1.0  # a firewall that drops packets must not delay each push for longer
@@ -138,11 +138,6 @@ class PauseLease(Acceptor):
         self._timer.daemon = True
         self._timer.start()
 
-    @property
-    def unreachable(self) -> str:
-        """Why this worker cannot reach the engine at its address; empty if it can."""
-        return _unreachable(json.dumps(dict(self._address)))
-
     def end(self) -> None:
         """End the lease: the sender resumes the engine itself, or has done so."""
         with self._state:
@@ -194,8 +189,11 @@ class PauseLease(Acceptor):
 
 
 @functools.cache  # a warning is enough once, and a firewall that drops packets delays the worker
-def _unreachable(address: str) -> str:
-    return server_at(json.loads(address)).unreachable(_PROBE_S)
+def unreachable(address: str) -> str:
+    """Return why this worker cannot reach the engine at its address, in JSON; empty if it can."""
+    found = json.loads(address)
+    engine = HttpEngine(found["url"], headers=found["headers"], ssl_context=tls_context(found["tls"]))
+    return engine.unreachable(_PROBE_S)
 
 
 class HeldLease:

@@ -11,7 +11,7 @@ import msgpack
 
 from ...checkpoint.renaming import unmatched_renames
 from ...control.base import Operation
-from ...errors import EngineError, StateError
+from ...errors import StateError
 from ...runtime.threads import Threads
 from ...telemetry.trace import Timings
 from .coordinator import PushCoordinator, StreamApply
@@ -172,7 +172,7 @@ class Push:
         )
         packed = self._lead("push.prepare", lambda leader: leader.assignments())
         self.sender.take(self.op.scatter("push.assignment", packed))
-        return bool(self.sender.assignment.rings)
+        return self.sender.assignment.is_streamed
 
     def _send(self, version: int | str, *, is_streamed: bool) -> Sequence[bytes]:
         """Write to arenas, or to ring buffers while the engines load. Returns the packed outcomes of the senders on
@@ -193,7 +193,8 @@ class Push:
                     if self.sender.assignment.is_group:
                         transports = self._group_transports(opened)
                     op.gather("push.transports", b"")
-                self.progress.begin("stream" if is_streamed else "write", self.sender.nbytes)
+                nbytes = sum(write.nbytes_of_places for write in self.sender.writes)
+                self.progress.begin("stream" if is_streamed else "write", nbytes)
                 with op.phase("push.write"):
                     if is_streamed and self.coordinator:
                         stream = StreamApply(self.coordinator, version)
@@ -250,9 +251,9 @@ class Push:
 
         With a group, chunks do not use them: rank 0 connects to all workers, and both ends notice each other's failure.
         """
-        targets: Sequence[int] = self.sender.targets
+        targets = {place.target for write in self.sender.writes for place in write.places}
         if self.sender.assignment.is_group:
-            targets = range(len(self.sender.assignment.rings)) if self.coordinator else ()
+            targets = set(range(len(self.sender.assignment.targets))) if self.coordinator else set()
         with self.op.phase("push.transports"):
             return self.sender.open(targets, stack)
 
@@ -264,14 +265,10 @@ class Push:
         with op.phase("push.group"), Threads(1, thread_name_prefix="bcp-push-join") as threads:
             workers = threads.submit(coordinator.join_group, address, self._budget()) if coordinator else None
             try:
-                group = sender.group.join(address, op.rank)
-            except EngineError:
+                return sender.group.join(address, op.rank)
+            finally:
                 if workers is not None:
                     workers.result()  # raises the cause where a worker failed
-                raise
-            if workers is not None:
-                workers.result()
-        return group
 
     def _group_transports(self, rings: Transports) -> Transports:
         group = self._join_group()
@@ -282,7 +279,7 @@ class Push:
                 ring.check()
 
         transport = GroupTransport(group, self.op.world_size, self.sender.writes, check)
-        return dict.fromkeys(range(len(self.sender.assignment.rings)), transport)
+        return dict.fromkeys(range(len(self.sender.assignment.targets)), transport)
 
 
 def _first_broken(gathered: Sequence[bytes]) -> tuple[bool, str] | None:

@@ -8,6 +8,7 @@ version only after every byte has been verified. ``memory.py`` describes the mod
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -25,7 +26,7 @@ from ...telemetry.trace import notify
 from .engine_model import ChunkedTensors, EngineModel, LoadRecord, record_load
 from .joins import Holds
 from .layout import ChunkStore, Waves
-from .leases import PauseLease
+from .leases import PauseLease, unreachable
 from .lifecycle import PushLifecycle, PushState
 from .memory import STREAMED, HeldVersion, VersionStore, choose_mode, ring_of
 from .messages import PROTOCOL, Table, decode, encode, failure_of, pack_parts
@@ -98,7 +99,7 @@ class Receiver:
                     "install the same version of bytecheckpoint on both sides"
                 )
             kind = message["kind"]
-            handler = self._handlers[kind]
+            handler: Callable[[Mapping[str, Any]], dict[str, Any] | None] = getattr(self, f"_on_{kind}")
             if base is not None and base._inconsistent_reason and kind in _CHANGES:
                 raise StateError(
                     f"the engine's model serves no consistent version ({base._inconsistent_reason}); nothing was "
@@ -112,7 +113,7 @@ class Receiver:
                 )
             notify(f"push.worker.{kind}", "enter")
             with paused():
-                answer |= handler(self, message) or {}
+                answer |= handler(message) or {}
             notify(f"push.worker.{kind}", "exit")
         except Exception as error:  # noqa: BLE001 - the coordinator raises it, see messages.py
             _log.warning("push: %s", error, exc_info=True)
@@ -148,7 +149,7 @@ class Receiver:
         served = self._versions.served
         return "serves what it started with" if served is None else f"serves version {served.version!r}"
 
-    def _describe(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _on_describe(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parts of the senders' table that this worker requests."""
         table = Table.unpack(message["table"])
         strict = message["strict"]
@@ -161,7 +162,7 @@ class Receiver:
         record = known[1]
         return {"parts": pack_parts(record.parts), "blocks": dict.fromkeys(record.wide, self._model.blocks)}
 
-    def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _on_prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a transaction: provide memory for a layout, and return what it already contains."""
         self._stop_listening()
         self._push.begin(message["transaction"])
@@ -200,14 +201,14 @@ class Receiver:
         is_here = served is not None and served.arena is not None and served.layout.digest == layout
         return served if is_here else None
 
-    def _join_group(self, message: Mapping[str, Any]) -> None:
+    def _on_join_group(self, message: Mapping[str, Any]) -> None:
         """Join a group and receive from it into the ring buffer."""
         layout = self._current("join_group", message).layout
         assert self._ring is not None
         number = message["members"][self.id]
         self._member.begin(GroupAddress(*message["address"]), number, layout.receptions, self._ring)
 
-    def _verify(self, message: Mapping[str, Any]) -> None:
+    def _on_verify(self, message: Mapping[str, Any]) -> None:
         """First phase of the commit: check that the arena holds the version."""
         version = self._current("verify", message)
         self._stop_listening()
@@ -238,7 +239,7 @@ class Receiver:
         self._replay_of(version)  # made now, while the engine is not paused yet
         self._push.move(PushState.VERIFIED)
 
-    def _apply(self, message: Mapping[str, Any]) -> None:
+    def _on_apply(self, message: Mapping[str, Any]) -> None:
         """Second phase of the commit: load the verified version. After a failure, load the served one again."""
         version = self._current("apply", message)
         self._push.change()
@@ -257,7 +258,7 @@ class Receiver:
             self._versions.serve_next(self._push.transaction)
         self._push.move(PushState.APPLIED)
 
-    def _stream(self, message: Mapping[str, Any]) -> None:
+    def _on_stream(self, message: Mapping[str, Any]) -> None:
         """Load the chunks that arrive in the ring buffer, each of them verified."""
         version, ring = self._current("stream", message), self._ring
         assert ring is not None
@@ -332,7 +333,7 @@ class Receiver:
             _log.exception("push: the rollback to the served version failed")
             self._inconsistent_reason = f"{reason}; the rollback failed too: {type(error).__name__}: {error}"
 
-    def _revert(self, message: Mapping[str, Any]) -> None:
+    def _on_revert(self, message: Mapping[str, Any]) -> None:
         """Return from the version that this transaction applied, if it did, to the one before, if that is possible."""
         versions, transaction = self._versions, message["transaction"]
         served = versions.served
@@ -349,7 +350,17 @@ class Receiver:
             versions.revert()
         self._inconsistent_reason = ""
 
-    def _take_lease(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _on_finish(self, message: Mapping[str, Any]) -> None:
+        """All senders of a stream have finished."""
+        self._stop_listening()
+
+    def _on_status(self, message: Mapping[str, Any]) -> None:
+        """Every answer has the status."""
+
+    def _on_release(self, message: Mapping[str, Any]) -> None:
+        self.close()
+
+    def _on_lease(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Hold the lease for a pause of the engine, in one worker of it."""
         if message["transaction"] != self._push.transaction:
             raise EngineError("this push is over: another one began; nothing was applied, push again")
@@ -361,9 +372,9 @@ class Receiver:
         if message["address"] is None:
             return {}
         self._lease = PauseLease(message["address"], message["transaction"], message["seconds"])
-        return {"lease": [self._lease.endpoint, self._lease.unreachable]}
+        return {"lease": [self._lease.endpoint, unreachable(json.dumps(message["address"]))]}
 
-    def _resolve(self, message: Mapping[str, Any]) -> None:
+    def _on_resolve(self, message: Mapping[str, Any]) -> None:
         """End the transaction of a sender that is gone: nothing of it is applied any more. One that has not begun to
         change weights continues, because its sender may be alive."""
         transaction = message["transaction"]
@@ -383,12 +394,12 @@ class Receiver:
             self._lease.end()
             self._lease = None
 
-    def _release_lease(self, message: Mapping[str, Any]) -> None:
+    def _on_end_lease(self, message: Mapping[str, Any]) -> None:
         if message["transaction"] == self._push.transaction:
             self._end_lease()
             self._left_paused = self._left_paused and not message["has_resumed"]
 
-    def _state(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _on_state(self, message: Mapping[str, Any]) -> dict[str, Any]:
         served = self._versions.served
         is_intact = served is None or (served.arena is not None and not served.faults(served.digests))
         return {
@@ -399,7 +410,7 @@ class Receiver:
             "before": None if self._versions.before is None else [self._versions.before.version],
         }
 
-    def _return_to_before(self, message: Mapping[str, Any]) -> None:
+    def _on_rollback(self, message: Mapping[str, Any]) -> None:
         """Serve again the version that was served before the last one."""
         versions = self._versions
         if versions.before is None or versions.served is None:
@@ -430,7 +441,7 @@ class Receiver:
             self._member.end()
             self._ring = None
 
-    def _hold(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _on_hold(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Describe the served version to engines that join, and keep its bytes for them."""
         served = self._versions.served
         if self._inconsistent_reason or served is None or served.arena is None:
@@ -439,25 +450,6 @@ class Receiver:
                 "it first, or use another engine"
             )
         return self._holds.hold(message, served)
-
-    _handlers: Mapping[str, Callable[[Receiver, Mapping[str, Any]], dict[str, Any] | None]] = {
-        "describe": _describe,
-        "prepare": _prepare,
-        "join_group": _join_group,
-        "verify": _verify,
-        "apply": _apply,
-        "stream": _stream,
-        "finish": lambda self, message: self._stop_listening(),  # all senders of a stream have finished
-        "lease": _take_lease,
-        "end_lease": _release_lease,
-        "status": lambda self, message: None,
-        "resolve": _resolve,
-        "revert": _revert,
-        "rollback": _return_to_before,
-        "state": _state,
-        "release": lambda self, message: self.close(),
-        "hold": _hold,
-    }
 
 
 def refuse(error: Exception, request: Any) -> str:

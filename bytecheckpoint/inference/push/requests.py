@@ -56,7 +56,8 @@ def blocks_by_name(requests: Iterable[TensorRequest]) -> dict[str, Blocks]:
     for request in requests:
         for name, blocks in request.blocks.items():
             if found.setdefault(name, blocks) != blocks:
-                text = f"{name} in blocks of {_text(found[name])}, and others in blocks of {_text(blocks)}"
+                one, other = ("x".join(map(str, size)) for size in (found[name], blocks))
+                text = f"{name} in blocks of {one}, and others in blocks of {other}"
                 raise MismatchError(
                     f"some engines request {text}; nothing was sent, push to them one after the other",
                     [("dtype", name, text)],
@@ -111,7 +112,3 @@ def _check_scales_requested(engine: Engine, blocks: Mapping[str, Blocks], parts:
         f"{engine.name} requests quantized tensors without their scales; nothing was sent",
         [("missing", name, "its loader does not request it") for name in missing],
     )
-
-
-def _text(blocks: Blocks) -> str:
-    return f"{blocks[0]}x{blocks[1]}"

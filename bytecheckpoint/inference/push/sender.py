@@ -21,12 +21,11 @@ from .writing import ChunkWriter, unpack_writes
 
 @dataclass(frozen=True)
 class PushAssignment:
-    """What a sender must know for one push, besides its writes. ``rings`` is empty unless weights are streamed."""
+    """What a sender must know for one push, besides its writes: of each target, the address of its memory, the tokens
+    of its arenas, its endpoint, and the slots of its ring buffer if weights are streamed."""
 
-    arenas: list[ArenaAddress | None]
-    tokens: list[str]
-    endpoints: list[Any]
-    rings: list[Any]
+    targets: list[Any]
+    is_streamed: bool
     on_device: bool
     is_group: bool
     known: list[Any]
@@ -45,22 +44,12 @@ class Sender:
         self.group = Membership()
         self._mapped: dict[str, SharedMemoryTransport] = {}
 
-    @property
-    def targets(self) -> list[int]:
-        return sorted({place.target for write in self.writes for place in write.places})
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that this sender writes when no worker holds any of them yet."""
-        return sum(write.nbytes_of_places for write in self.writes)
-
     def take(self, packed: bytes) -> None:
         """Unpack an assignment, for one push."""
         plain = msgpack.unpackb(packed)
         writes, self.task = plain.pop("writes"), plain.pop("task")
         if writes != self._packed:
             self.writes, self._packed, self._found_finite = unpack_writes(writes), writes, []
-        plain["arenas"] = [address and ArenaAddress(*address) for address in plain["arenas"]]
         self.assignment = PushAssignment(**plain)
 
     def open(self, targets: Iterable[int], stack: ExitStack) -> dict[int, Transport]:
@@ -72,20 +61,21 @@ class Sender:
         """
         given = self.assignment
         found: dict[int, Transport] = {}
-        for token in self._mapped.keys() - set(given.tokens):
+        for token in self._mapped.keys() - {token for _, tokens, *_ in given.targets for token in tokens}:
             self._mapped.pop(token).close()
         for target in targets:
-            address = None if self.tcp_only else given.arenas[target]
-            if address is not None and not given.rings:
+            arena, _, endpoint, ring = given.targets[target]
+            address = None if self.tcp_only or arena is None else ArenaAddress(*arena)
+            if address is not None and ring is None:
                 if address.token not in self._mapped and (memory := attach(address)) is not None:
                     self._mapped[address.token] = SharedMemoryTransport(memory)
                 if address.token in self._mapped:
                     found[target] = self._mapped[address.token]
                     continue
             found[target] = TcpTransport(
-                Endpoint(*given.endpoints[target]),
+                Endpoint(*endpoint),
                 self.deadline_s,
-                slots=given.rings[target][0] if given.rings else None,
+                slots=None if ring is None else ring[0],
                 memory=address,
                 on_device=given.on_device,
             )

@@ -180,17 +180,11 @@ def _is_timeout(error: Exception) -> bool:
 
 def engine_at(address: Mapping[str, Any]) -> Engine:
     """Return the engine with this address (``Engine.address``), by which a worker reaches its own engine."""
-    engine = server_at(address)
-    target = address.get("target")
-    return engine if target is None else TargetEngine(engine, *target)
-
-
-def server_at(address: Mapping[str, Any]) -> HttpEngine:
-    """Return the server with this address."""
     tls = tls_context(address["tls"])
     engine = HttpEngine(address["url"], pause=address["pause"], headers=address["headers"], ssl_context=tls)
     engine.stays_paused = address["stays_paused"]
-    return engine
+    target = address.get("target")
+    return engine if target is None else TargetEngine(engine, *target)
 
 
 def tls_of(context: ssl.SSLContext | None) -> dict[str, Any] | None:
