@@ -9,6 +9,7 @@ from pathlib import Path
 
 ATTRIBUTES: Mapping[str, tuple[str, str]] = {
     "CuMemAllocator": ("vllm.device_allocator.cumem", "the allocator of an engine that can sleep"),
+    "__version__": ("vllm", "of the package"),
     "_active_adapters": ("vllm.lora.model_manager", "of an adapter manager: the adapters in slots"),
     "_adapter_manager": ("vllm.lora.worker_manager", "of LRUCacheWorkerLoRAManager: the manager of slots"),
     "_create_draft_vllm_config": ("vllm.v1.spec_decode.draft_model", "of DraftModelProposer"),

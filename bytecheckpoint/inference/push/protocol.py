@@ -189,7 +189,7 @@ class Push:
                     with op.phase("push.check"):
                         if self.sender.finite and not self._source.checked_late:
                             # Now, and not when an engine has loaded the first of them.
-                            self.sender.write(quantizer, {}, op.check, self.progress.add)
+                            self.sender.write(quantizer, {}, op.check, lambda nbytes: None)
                     if self.sender.assignment.is_group:
                         transports = self._group_transports(opened)
                     op.gather("push.transports", b"")
