@@ -54,7 +54,7 @@ class IpcEngine(HttpEngine):
         devices: The names of the workers' devices, "GPU-<uuid>" each; by default all GPUs that this process sees.
         bucket_bytes: The size of each of two buckets, on every GPU and in pinned host memory. A larger tensor needs
             larger buckets.
-        options: ``pause``, ``headers``, ``token`` and ``ssl_context``, as for ``HttpEngine``.
+        **options: ``pause``, ``headers``, ``token`` and ``ssl_context``, as for ``HttpEngine``.
 
     Raises:
         UsageError: No device is named, or one is named twice.
