@@ -189,7 +189,7 @@ class ChunkWriter:
 
     def _make(self, run: Sequence[_Making]) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
-        memory, used = torch.empty(0), 0
+        memory, used = torch.empty(0, dtype=torch.uint8), 0
         for write, tensor, *_ in run:
             data = self._quantizer.unchanged_bytes(tensor, write, self._device)
             if data is None:
