@@ -14,17 +14,15 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
-from ..engine.reading.reader import ReadPart, ReadStats
+from ..engine.reading.reader import ReadStats
 from ..engine.reading.verify import verify_crcs, verify_files
 from ..engine.resources import IOEngine
-from ..engine.tensor_bytes import box_view
 from ..errors import CheckpointError, NameNotFoundError, StateError, UsageError, without_userinfo
 from ..format.hf_index import model_directory
 from ..format.manifest.document import Manifest
 from ..format.values.decoding import decode_value
 from ..format.values.types import Container, is_left_out
 from ..frameworks.sections import split_rank_name
-from ..planners.load_plan import plan_load
 from ..runtime.arguments import check_arguments
 from ..runtime.modes import default_modes
 from ..storage_backends import join
@@ -32,7 +30,6 @@ from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import html_table
 from ..tensors.geometry import Box
 from ..tensors.shards import Path
-from ..tensors.tables import BoxTable
 from .index import Index
 from .renaming import Rename
 from .selection import SimilarNames
@@ -382,14 +379,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """
         self._enter_process()
         self._engine.check_usable()
-        requested = BoxTable.build([(row, box) for row, box, _ in parts])
-        plan = plan_load(self.manifest.tensors, self.manifest.shards, requested)
-        self.reader.read(
-            [
-                ReadPart(stored, box, box_view(parts[index][2], box, parts[index][1]))
-                for index, stored, box in plan.rows()
-            ]
-        )
+        self.reader.read(self.reader.parts_of(parts))
 
     def require_checksums(self) -> None:
         """Check that the stored bytes can be verified.

@@ -71,9 +71,7 @@ class StoredTensor:
     @property
     def shards(self) -> list[ShardMeta]:
         """The boxes in which the tensor is stored."""
-        manifest = self._checkpoint.manifest
-        rows = manifest.shards_of(self._row)
-        return [ShardMeta(self.name, manifest.shards.box_of(row)) for row in range(rows.start, rows.stop)]
+        return [ShardMeta(self.name, box) for box in self._checkpoint.manifest.boxes_of(self._row)]
 
     def load(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """Read the whole tensor, and check its bytes.

@@ -212,17 +212,13 @@ class TensorComparison:
 
     def _boxes_to_read(self, row_a: int, row_b: int) -> list[Box]:
         """Return the boxes that must be read: all except those with equal boxes and checksums."""
-        shards_a, shards_b = self.a.manifest.shards_of(row_a), self.b.manifest.shards_of(row_b)
-        boxes = [self.a.manifest.shards.box_of(row) for row in range(shards_a.start, shards_a.stop)]
-        has_checksums = self.a.index.has_checksums and self.b.index.has_checksums
-        if not has_checksums or boxes != [
-            self.b.manifest.shards.box_of(row) for row in range(shards_b.start, shards_b.stop)
-        ]:
+        sides = [(self.a.manifest, row_a), (self.b.manifest, row_b)]
+        boxes, boxes_b = (manifest.boxes_of(row) for manifest, row in sides)
+        if not (self.a.index.has_checksums and self.b.index.has_checksums) or boxes != boxes_b:
             return [box for box in [Box.whole(self.a.manifest.tensors.shape_of(row_a))] if box.numel]
         unequal = []
         for number, box in enumerate(boxes):
-            at_a = self.a.manifest.byte_meta(shards_a.start + number)
-            at_b = self.b.manifest.byte_meta(shards_b.start + number)
+            at_a, at_b = (manifest.byte_meta(manifest.shards_of(row).start + number) for manifest, row in sides)
             if (at_a.chunk_size, at_a.checksums) != (at_b.chunk_size, at_b.checksums):
                 unequal.append(box)
         return unequal

@@ -23,7 +23,7 @@ from ..checkpoint.index import Index
 from ..checkpoint.manifest_file import commit
 from ..engine.checksums import ChunkHasher, chunk_size_for
 from ..engine.reading.reader import ReadPart, ShardReader
-from ..engine.tensor_bytes import box_view, byte_view
+from ..engine.tensor_bytes import byte_view
 from ..engine.writing import WrittenFile
 from ..errors import CommitUnknownError, KeyExistsError, KeyNotFoundError
 from ..format.checksums import checksum_of, empty_checksums
@@ -31,7 +31,6 @@ from ..format.manifest.document import Manifest, timestamp
 from ..format.manifest.envelope import MANIFEST_KEY
 from ..format.safetensors import HeaderEntry, build_header
 from ..planners.extents import runs_of, split_box
-from ..planners.load_plan import plan_load
 from ..runtime.threads import Threads
 from ..saving.record import file_table
 from ..storage_backends.base import StorageBackend
@@ -200,11 +199,7 @@ class Rewriter:
         """Return the tensors, contiguous and cast."""
         stored = [torch_dtype(self._manifest.tensors.meta_of(tensor.row)) for tensor in batch]
         found = [_empty(one.box, dtype) for one, dtype in zip(batch, stored, strict=True)]
-        shards = [self._manifest.shards_of(row) for row in sorted({tensor.row for tensor in batch})]
-        rows = np.concatenate([np.arange(part.start, part.stop, dtype=np.int64) for part in shards])
-        requested = BoxTable.build([(tensor.row, tensor.box) for tensor in batch])
-        plan = plan_load(self._manifest.tensors, self._manifest.shards.take(rows), requested)
-        parts = [ReadPart(int(rows[i]), box, box_view(found[n], box, batch[n].box)) for n, i, box in plan.rows()]
+        parts = self._reader.parts_of([(one.row, one.box, tensor) for one, tensor in zip(batch, found, strict=True)])
         self._reader.read(parts, self._crc_check)
         if self._others:
             self._average(parts)

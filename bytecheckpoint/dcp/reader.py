@@ -282,12 +282,10 @@ def _describe_item(checkpoint: Checkpoint, item: Any) -> TensorStorageMetadata |
         return BytesStorageMetadata()
     manifest = checkpoint.manifest
     meta: BasicMeta = manifest.tensors.meta_of(item.row)
-    rows = manifest.shards_of(item.row)
-    boxes = [manifest.shards.box_of(shard) for shard in range(rows.start, rows.stop)]
     return TensorStorageMetadata(
         TensorProperties(dtype=torch_dtype(meta)),
         torch.Size(meta.shape),
-        [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in boxes],
+        [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in manifest.boxes_of(item.row)],
     )
 
 

@@ -15,10 +15,17 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+import torch
+
 from ...errors import CorruptionError, StorageError
 from ...format.manifest.document import Manifest
+from ...planners.load_plan import plan_load
 from ...storage_backends.base import StorageBackend
 from ...telemetry.trace import Timings
+from ...tensors.geometry import Box
+from ...tensors.tables import BoxTable
+from ..tensor_bytes import box_view
 from .bounce import BouncePool
 from .checks import CrcCheck, CrcTable
 from .fetch import Fetcher
@@ -99,6 +106,16 @@ class ShardReader:
         self.timings = timings or Timings("read", url=backend.url)
         self._executor = executor
         self._heads_checked: set[int] = set()
+
+    def parts_of(self, boxes: Sequence[tuple[int, Box, torch.Tensor]]) -> list[ReadPart]:
+        """Return what to read in order to fill tensors with boxes of the manifest's tensors, which are given by row.
+
+        Raises ``PlanError`` if a box is not stored.
+        """
+        requested = BoxTable.build([(row, box) for row, box, _ in boxes])
+        rows = self.manifest.shards_of_all(np.unique(requested.tensor))
+        plan = plan_load(self.manifest.tensors, self.manifest.shards.take(rows), requested)
+        return [ReadPart(int(rows[i]), box, box_view(boxes[n][2], box, boxes[n][1])) for n, i, box in plan.rows()]
 
     def read(self, parts: Sequence[ReadPart], crc_check: CrcCheck | None = None) -> None:
         """Read all parts. With ``crc_check``, the caller finishes it after its last read.

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...tensors.geometry import Box
 from ...tensors.metadata import ByteMeta
 from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 from ..checksums import Checksums, empty_checksums
@@ -227,6 +228,16 @@ class Manifest(Summary):
     def shards_of(self, row: int) -> slice:
         """The shard rows of one tensor."""
         return slice(int(self._shard_starts[row]), int(self._shard_starts[row + 1]))
+
+    def shards_of_all(self, rows: Int64) -> Int64:
+        """The shard rows of many tensors, one tensor after another."""
+        first = self._shard_starts[rows]
+        return ragged_positions(first, self._shard_starts[rows + 1] - first)
+
+    def boxes_of(self, row: int) -> list[Box]:
+        """The boxes of the shards of one tensor."""
+        rows = self.shards_of(row)
+        return [self.shards.box_of(shard) for shard in range(rows.start, rows.stop)]
 
     def shards_in(self, file: int) -> Int64:
         """The shard rows of one file, in the order of their bytes."""
