@@ -77,6 +77,7 @@ class IndexBuilder:
     _files: dict[str, tuple[int, int]] = field(default_factory=dict)
     _tensors: dict[tuple[str, str], BasicMeta] = field(default_factory=dict)
     _boxes: dict[tuple[str, str], list[StoredBox]] = field(default_factory=dict)
+    _names: dict[tuple[str, StoredLeaf], str] = field(default_factory=dict)
     _values: list[StoredValue] = field(default_factory=list)
     _aliases: list[tuple[str, str]] = field(default_factory=list)
     _crcs: dict[tuple[int, int, int, int], None] = field(default_factory=dict)
@@ -108,8 +109,15 @@ class IndexBuilder:
         return section in self._kinds
 
     def add_tensor(self, section: str, fqn: str, leaf: StoredLeaf) -> None:
-        """Add a tensor, or more boxes of one. Raises ``NameCollisionError`` if it has other metadata there."""
+        """Add a tensor, or more boxes of one. A leaf with a name in the section gets a tied name.
+
+        Raises ``NameCollisionError`` if the tensor has other metadata there.
+        """
         self._kinds.setdefault(section, "module")
+        first = self._names.setdefault((section, leaf), fqn) if 0 not in leaf.meta.shape else fqn
+        if first != fqn:
+            self.add_alias(section, fqn, first)
+            return
         known = self._tensors.setdefault((section, fqn), leaf.meta)
         if known != leaf.meta:
             raise NameCollisionError(f"{self.backend.url}: {section}.{fqn} is both {known} and {leaf.meta}")
@@ -228,7 +236,6 @@ class _TreeCapture(Capture):
         super().__init__(Context(section, {}))
         self._builder, self._section = builder, section
         self._leaves: dict[torch.Tensor, StoredLeaf] = {}  # by stand-in
-        self._names: dict[StoredLeaf, str] = {}
 
     def stand_in(self, leaf: StoredLeaf) -> torch.Tensor:
         """Return a meta tensor for a leaf."""
@@ -237,12 +244,7 @@ class _TreeCapture(Capture):
         return made
 
     def store(self, fqn: str, tensor: torch.Tensor, *, own: bool = False) -> None:
-        leaf = self._leaves[tensor]
-        first = self._names.setdefault(leaf, fqn)
-        if first == fqn:
-            self._builder.add_tensor(self._section, fqn, leaf)
-        else:
-            self._builder.add_alias(self._section, fqn, first)
+        self._builder.add_tensor(self._section, fqn, self._leaves[tensor])
 
 
 def contiguous_boxes(

@@ -75,13 +75,8 @@ class ModelWriter:
     def add(self) -> None:
         """Add the tensors, tied names, extra states and counters."""
         self._builder.add_section(MODEL_SECTION, "module")
-        first: dict[int, str] = {}
         for fqn, leaf in self._leaves.items():
-            owner = first.setdefault(id(leaf), fqn) if prod(leaf.meta.shape) else fqn
-            if owner == fqn:
-                self._builder.add_tensor(MODEL_SECTION, fqn, leaf)
-            else:
-                self._builder.add_alias(MODEL_SECTION, fqn, owner)
+            self._builder.add_tensor(MODEL_SECTION, fqn, leaf)
         for alias, fqn in self._shared.items():
             if alias not in self._leaves and fqn in self._leaves:
                 self._builder.add_alias(MODEL_SECTION, alias, fqn)

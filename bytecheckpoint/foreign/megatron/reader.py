@@ -210,19 +210,16 @@ def _joined(tensors: Mapping[str, StoredLeaf]) -> dict[str, StoredLeaf]:
     found: dict[str, StoredLeaf] = {}
     for name, leaf in tensors.items():
         stem = name[:-2]
-        halves = [tensors.get(stem + suffix) for suffix in HALVES]
-        if not name.endswith(HALVES) or stem in tensors or not leaf.meta.shape or {leaf.meta} != _metas(halves):
+        halves = [tensors[stem + suffix] for suffix in HALVES if stem + suffix in tensors]
+        is_half = name.endswith(HALVES) and stem not in tensors and len(halves) == len(HALVES)
+        if not (is_half and leaf.meta.shape and all(half.meta == leaf.meta for half in halves)):
             found[name] = leaf
         elif stem not in found:
             rows, *rest = leaf.meta.shape
             pieces = [
                 stored_box._replace(box=stored_box.box.shift([first, *(0 for _ in rest)]))
                 for first, half in zip((0, rows), halves, strict=True)
-                for stored_box in (half.boxes if half is not None else ())
+                for stored_box in half.boxes
             ]
             found[stem] = StoredLeaf(BasicMeta(leaf.meta.dtype, (2 * rows, *rest)), pieces)
     return found
-
-
-def _metas(leaves: Iterable[StoredLeaf | None]) -> set[BasicMeta | None]:
-    return {None if leaf is None else leaf.meta for leaf in leaves}
