@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..format.values.files import decode_path, encode_path
 from ..storage_backends import join
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
+from ..tensors.geometry import Box
 from ..tensors.tables import BoxTable, Int64, ragged_starts
 from .manifest_file import read_manifest
 from .renaming import Rename, Renames
@@ -47,6 +48,8 @@ class Index:
         views: Where the manifest's shards are in what the files hold, if rules describe them; None if the manifest
             itself describes the files.
         names: The renames that the names of ``manifest`` come from.
+        means: If the value of a shard of ``manifest`` is a mean: the other copies, as rows and boxes of what ``views``
+            describes. Only ``convert.rewriter`` computes means; no path is opened with them.
     """
 
     backend: StorageBackend
@@ -57,6 +60,7 @@ class Index:
     crcs: CrcTable | None = None
     views: StoredViews | None = None
     names: Renames | None = None
+    means: Mapping[int, Sequence[tuple[int, Box]]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, backend: StorageBackend) -> Index:
@@ -164,7 +168,6 @@ def decode_index(data: bytes, backend: StorageBackend) -> Index:
 
 
 def _pack_views(views: StoredViews) -> list[Any]:
-    assert not views.others, "means are computed by one process"
     within, stored = views.within, views.stored
     # Columns of a manifest cannot hold the negative offsets that views of files without frames may have.
     tables = pack_payload(replace(stored, shard_offset=np.maximum(stored.shard_offset, 0)))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -35,7 +36,7 @@ from ..runtime.threads import Threads
 from ..saving.record import file_table
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
-from ..tensors.geometry import Box
+from ..tensors.geometry import Box, moved_box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
 from ..tensors.tables import BoxTable, Int64
@@ -140,19 +141,9 @@ class Rewriter:
         self._io = Threads(_IO_THREADS, thread_name_prefix="bcp-rewrite-io")
         # A separate pool: its tasks wait for tasks of the pool above.
         self._ahead = Threads(2, thread_name_prefix="bcp-rewrite")
-        views = [None] if index.views is None else index.views.alone()
-        self._reader, *self._others = (
-            ShardReader(
-                index.data,
-                index.manifest,
-                self._io,
-                verify=index.is_own,
-                crcs=None if index.is_own else index.crcs,
-                views=one,
-            )
-            for one in views
-        )
-        self._others_of = [one.row >= 0 for one in views[1:] if one is not None]  # the shards, by reader
+        read = partial(ShardReader, index.data, verify=index.is_own, crcs=None if index.is_own else index.crcs)
+        self._reader = read(index.manifest, self._io, views=index.views)
+        self._copies = read(self._reader.stored, self._io)
         self._crc_check = self._reader.crc_check()
 
     def __enter__(self) -> Self:
@@ -167,7 +158,7 @@ class Rewriter:
     @property
     def bytes_read(self) -> int:
         """Bytes fetched from the checkpoint so far."""
-        return sum(reader.stats.read for reader in (self._reader, *self._others))
+        return self._reader.stats.read + self._copies.stats.read
 
     def read(self, row: int, box: Box) -> torch.Tensor:
         """Return one box of the tensor in manifest row ``row``, contiguous. Raises ``CorruptionError``."""
@@ -201,8 +192,8 @@ class Rewriter:
         found = [_empty(one.box, dtype) for one, dtype in zip(batch, stored, strict=True)]
         parts = self._reader.parts_of([(one.row, one.box, tensor) for one, tensor in zip(batch, found, strict=True)])
         self._reader.read(parts, self._crc_check)
-        if self._others:
-            self._average(parts)
+        for part in parts:
+            self._average(part)
         found = [
             tensor if one.added is None else one.added.added_to(tensor, one.box, self.read)
             for tensor, one in zip(found, batch, strict=True)
@@ -212,16 +203,17 @@ class Rewriter:
             for tensor, one in zip(found, batch, strict=True)
         ]
 
-    def _average(self, parts: Sequence[ReadPart]) -> None:
-        """Replace what was read by the mean with what the other ranks stored, computed in float64."""
-        for part in parts:
-            readers = [one for one, has in zip(self._others, self._others_of, strict=True) if has[part.row]]
-            if readers and part.out.numel():
-                total, value = part.out.double(), torch.empty_like(part.out, memory_format=torch.contiguous_format)
-                for reader in readers:
-                    reader.read([part._replace(out=value)], self._crc_check)
-                    total += value
-                part.out.copy_(total / (1 + len(readers)))
+    def _average(self, part: ReadPart) -> None:
+        """Replace what was read by the mean with what the other ranks stored, computed in float64, if it is one."""
+        copies = self._index.means.get(part.row, ())
+        if copies and part.out.numel():
+            total, value = part.out.double(), torch.empty_like(part.out, memory_format=torch.contiguous_format)
+            shard = self._manifest.shards.box_of(part.row)
+            for row, within in copies:
+                box = moved_box(shard, within, part.box)
+                self._copies.read([ReadPart(row, box, value.view(box.lengths))], self._crc_check)
+                total += value
+            part.out.copy_(total / (1 + len(copies)))
 
     def write(
         self, target: StorageBackend, file: OutputFile, progress: Progress, *, chunk_size: int = PIECE_BYTES

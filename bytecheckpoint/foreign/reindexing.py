@@ -122,7 +122,7 @@ class _Reindexing:
         self._views: dict[tuple[int, int, tuple[int, ...]], int] = {}  # by source, start and shape: the new shard row
         self._faults: list[tuple[str, str, str]] = []
         self._pieces: list[tuple[int, _Piece]] = []  # the new shards, by the number of the tensor
-        self._others: dict[int, list[_Piece]] = {}  # by position in them: the copies of a mean but one
+        self._others: dict[int, list[tuple[int, Box]]] = {}  # by position in them: the copies of a mean but one
         self._other_sections = {section.name for section in stored.sections} | {OPTIMIZER_SECTION, EXTRA_SECTION}
         self._other_sections -= {stored.plain or ""}
 
@@ -216,7 +216,7 @@ class _Reindexing:
             self._faults.append(("average", name, "is not stored in the same boxes by all ranks"))
             return
         for (piece,), *others in found:
-            self._others[len(self._pieces)] = [other for (other,) in others]
+            self._others[len(self._pieces)] = [(row, within) for ((_, row, within),) in others]
             self._pieces.append((number, piece))
 
     def _pieces_of(self, name: str, region: Region) -> list[_Piece]:
@@ -273,20 +273,9 @@ class _Reindexing:
             validate_foreign(manifest)
         except BytecheckpointError as error:
             raise type(error)(f"{index.url}: {error}") from error
-        views = StoredViews(stored, row, within, self._other_views(stored, within)).take(order)
-        return replace(index, manifest=manifest, views=views, foreign_values=tuple(self._values()))
-
-    def _other_views(self, stored: Manifest, within: BoxTable) -> tuple[StoredViews, ...]:
-        """The views of the second copies, the third ones, ... of means."""
-        found = []
-        for copy in range(max(map(len, self._others.values()), default=0)):
-            places = [(-1, box) for box in within]
-            for position, pieces in self._others.items():
-                if copy < len(pieces):
-                    places[position] = pieces[copy][1:]
-            boxes = BoxTable.build(places)
-            found.append(StoredViews(stored, boxes.tensor, boxes))
-        return tuple(found)
+        views = StoredViews(stored, row, within).take(order)
+        means = {shard: self._others[at] for shard, at in enumerate(order.tolist()) if at in self._others}
+        return replace(index, manifest=manifest, views=views, foreign_values=tuple(self._values()), means=means)
 
     def _values(self) -> Iterable[Any]:
         described = {section.name for section in self._stored.sections}
