@@ -34,7 +34,7 @@ from .own_state_target import OwnStateTarget
 from .pretrained import target_of_stored_names
 from .tensors import tensor_shards
 from .tree_capture import Capture
-from .tree_target import Restore, TreeBuilder
+from .tree_target import Restore, TreeBuilder, choose_stored_name
 from .unsupported import require_no_masters
 from .wrapper_tensors import WRAPPER, held_wrapper, require_same_wrapper
 
@@ -241,22 +241,6 @@ def _add_target(target: SectionTarget, group: list[Slot], context: Context, stor
         tensor = materialize(group, context)
     target.add(*tensor_shards(fqn, tensor, group[0].kind))
     target.aliases.update({name: fqn for name in names if name != fqn})
-
-
-def choose_stored_name(names: Sequence[str], target: SectionTarget, context: Context, stored: StoredSection) -> str:
-    """The name from which a tied tensor is filled, the first stored one. The target may ignore the others."""
-    known = [name for name in names if name in stored.metas] if len(names) > 1 else []
-    if not known:
-        return names[0]
-    target.ignorable.update(known[1:])
-    sources = {name: stored.aliases.get(name, name) for name in known}
-    separate = [name for name in known if sources[name] != sources[known[0]]]
-    if separate:
-        context.notes.append(
-            f"{context.section}: {', '.join(names)} are one tensor here but were stored separately; it was filled from "
-            f"{known[0]}, and {', '.join(separate)} were left unread"
-        )
-    return known[0]
 
 
 def _note_transient_meta(modules: Sequence[nn.Module], context: Context) -> None:

@@ -166,19 +166,19 @@ def _capture_plain(params: Sequence[NamedParam], source: SectionSource, *, compa
     states = [(named, named.names[0], named.state) for named in params]
     names = [state_name(fqn, key) for _, fqn, state in states for key in state if isinstance(key, str)]
     tensors = [value for *_, state in states for value in state.values()]
-    described = describe_plain(names, tensors, frozenset()) if len(names) == len(tensors) else None
-    if described is None or not source.metas.keys().isdisjoint(names):
+    shards = describe_plain(names, tensors) if len(names) == len(tensors) else None
+    if shards is None or not source.metas.keys().isdisjoint(names):
         for named in params:
             capture_state(named, source, compare=compare)
         return
-    source.add({shard.fqn: shard.meta for shard in described[1]}, described[1])
+    source.add({shard.fqn: shard.meta for shard in shards}, shards)
     source.values.update({empty_state_path(fqn): _NO_STATE for _, fqn, state in states if not state})
     if not compare:
         return
     for named, fqn, state in states:
         large = [state_name(fqn, key) for key, value in state.items() if value.ndim]
         source.mark_replicas(large, named.layout.replica_ranks)
-    scalars = [shard for shard in described[1] if not shard.meta.shape and shard.tensor.is_cpu]
+    scalars = [shard for shard in shards if not shard.meta.shape and shard.tensor.is_cpu]
     source.digests.update((one.fqn, _raw_bytes(one.tensor)) for one in scalars)
 
 

@@ -199,6 +199,7 @@ def _capture_entries(own: OwnState, entries: Entries, capture: Capture) -> None:
                 capture.store(name, value)
             else:
                 capture.visit(value, (ENTRY, name))
+        capture.store_found()
     except (UnsupportedTensorError, UnserializableError, NameCollisionError) as error:
         raise type(error)(f"{capture.context.section}: cannot store {own}: {error}") from error
     capture.visit(entries.versions, (VERSION,))

@@ -85,9 +85,9 @@ def tensor_shards(
 
 
 def describe_plain(
-    names: Sequence[str], tensors: Sequence[torch.Tensor], taken: Set[int]
-) -> tuple[list[int], list[Shard]] | None:
-    """Addresses and shards of plain tensors, none of which has the name or the first element of another one.
+    names: Sequence[str], tensors: Sequence[torch.Tensor], taken: Set[int] = frozenset()
+) -> list[Shard] | None:
+    """Shards of plain tensors, none of which has the name or the first element of another one.
 
     This is ``tensor_shards`` for many tensors in a third of the time. ``taken`` are addresses of further tensors. None
     if any tensor is not of a plain type, has no memory, is refused, or shares its name or memory.
@@ -105,7 +105,7 @@ def describe_plain(
     shard = Shard.unchecked
     dense = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
     described = zip(names, whole, dense, strict=True)
-    return addresses, [shard(name, meta, box, tensor) for name, (meta, box), tensor in described]
+    return [shard(name, meta, box, tensor) for name, (meta, box), tensor in described]
 
 
 def _dense(fqn: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,27 +23,49 @@ from .unsupported import require_supported
 ROOT_TENSOR: Path = ("tensor",)
 """The path of a tensor that is a section by itself."""
 
-MANY = 16
-"""The tensors of a mapping from which on they are described together."""
-
 
 class Capture:
-    """One walk over a tree, which adds to ``source``. It is complete after ``finish``."""
+    """One walk over a tree, which adds to ``source``. It is complete after ``finish``.
+
+    ``found`` has path and tensor by name, and whether the tensor belongs to this rank only.
+    """
 
     def __init__(self, context: Context, source: SectionSource | None = None) -> None:
         self.context = context
         self.source = SectionSource() if source is None else source
-        self.paths: dict[str, Path] = {}
+        self.found: dict[str, tuple[Path, torch.Tensor, bool]] = {}
+        self._stored = 0  # how many of them are in the source
         self._memory = SameMemory()
 
     def finish(self) -> SectionSource:
-        """Add markers for the tensors whose names do not determine their paths."""
+        """Add the tensors, and markers for those whose names do not determine their paths."""
+        if not self._store_together():
+            self.store_found()
         index = PathIndex.of(self.source.values)
         ambiguous, path_of = index.ambiguous, index.path_of
-        for fqn, path in self.paths.items():
+        for fqn, (path, _, own) in self.found.items():
             if path_of(fqn) != path or (ambiguous and path_name(path[:-1]) in ambiguous):
-                self._put(path, Container("tensor"), own=fqn in self.source.per_rank)
+                self._put(path, Container("tensor"), own=own)
         return self.source
+
+    def store_found(self) -> None:
+        """Add the tensors that were found since the last call."""
+        for fqn, (_, tensor, own) in islice(self.found.items(), self._stored, None):
+            self.store(fqn, tensor, own=own)
+        self._stored = len(self.found)
+
+    def _store_together(self) -> bool:
+        """Do what ``store_found`` does, in a third of the time; False if the tensors are not plain or share memory."""
+        found = dict(islice(self.found.items(), self._stored, None))
+        shards = describe_plain(list(found), [tensor for _, tensor, _ in found.values()], self._memory.addresses)
+        if shards is None:
+            return False
+        self.source.add({shard.fqn: shard.meta for shard in shards}, shards)
+        self.source.per_rank.update(fqn for fqn, (_, _, own) in found.items() if own)
+        if self.context.world_size > 1:
+            shared = (shard for shard in shards if shard.fqn not in self.source.per_rank)
+            self.source.digests.update((shard.fqn, tensor_digest(shard.meta, shard.tensor)) for shard in shared)
+        return True
 
     def visit(self, node: Any, path: Path = (), *, own: bool = False) -> None:
         """Add everything at and below ``path``, with ``own`` as values of this rank only."""
@@ -51,7 +74,7 @@ class Capture:
                 f"{self._where(path)} is nested more than {MAX_DEPTH} levels deep, or contains itself"
             )
         if isinstance(node, torch.Tensor):
-            self._tensor(node, path or ROOT_TENSOR, own=own)
+            self._find(path_name(path or ROOT_TENSOR), (path or ROOT_TENSOR, node, own))
             return
         where = self._where(path)
         kind = kind_of(node, where, root=not path)
@@ -70,44 +93,25 @@ class Capture:
         marker = _marker(node, kind, path)
         if marker is not None:
             self._put(path, marker, own=own)
-        if kind == "mapping" and not own and len(node) >= MANY and self._add_plain(node, path):
-            return
+        prefix = f"{path_name(path)}." if path else ""
         for key, child in node.items() if kind == "mapping" else enumerate(node):
-            self.visit(child, (*path, key), own=own)
-
-    def _add_plain(self, node: Mapping[Any, Any], path: Path) -> bool:
-        """Add a mapping of plain tensors, each with its own memory and name; False, and adds nothing, for any other.
-
-        The result is that of ``visit`` for each of them, in a third of the time.
-        """
-        names, tensors = names_below(path, node), list(node.values())
-        if not self.paths.keys().isdisjoint(names):
-            return False
-        described = describe_plain(names, tensors, self._memory.addresses)
-        if described is None:
-            return False
-        addresses, shards = described
-        self._memory.add(addresses, names, tensors)
-        self.paths.update(zip(names, [(*path, key) for key in node], strict=True))
-        self.source.add({shard.fqn: shard.meta for shard in shards}, shards)
-        if self.context.world_size > 1:
-            self.source.digests.update((shard.fqn, tensor_digest(shard.meta, shard.tensor)) for shard in shards)
-        return True
+            if isinstance(child, torch.Tensor):
+                self._find(f"{prefix}{key}", ((*path, key), child, own))
+            else:
+                self.visit(child, (*path, key), own=own)
 
     def _put(self, path: Path, value: Any, *, own: bool) -> None:
         self.source.values[path] = value
         if own:
             self.source.per_rank.add(path)
 
-    def _tensor(self, tensor: torch.Tensor, path: Path, *, own: bool) -> None:
-        fqn = path_name(path)
-        if fqn in self.paths:
+    def _find(self, fqn: str, found: tuple[Path, torch.Tensor, bool]) -> None:
+        other = self.found.setdefault(fqn, found)
+        if other is not found:
             raise NameCollisionError(
-                f"{self._where(path)}: the paths {self.paths[fqn]!r} and {path!r} both yield the tensor name {fqn!r}; "
+                f"{self._where(found[0])}: the paths {other[0]!r} and {found[0]!r} both yield the tensor name {fqn!r}; "
                 "rename one key"
             )
-        self.paths[fqn] = path
-        self.store(fqn, tensor, own=own)
 
     def store(self, fqn: str, tensor: torch.Tensor, *, own: bool = False) -> None:
         """Add a tensor under a name that no other one has."""
@@ -130,12 +134,6 @@ class Capture:
 
     def _where(self, path: Path) -> str:
         return path_name((self.context.section, *path))
-
-
-def names_below(path: Path, keys: Iterable[str | int]) -> list[str]:
-    """The names of the items of a mapping at ``path``."""
-    prefix = f"{path_name(path)}." if path else ""
-    return [f"{prefix}{key}" for key in keys]
 
 
 def state_of(obj: Any, where: str) -> Mapping[Any, Any]:
@@ -172,10 +170,6 @@ class SameMemory:
     def addresses(self) -> Set[int]:
         """Where the tensors begin."""
         return self._by_address.keys()
-
-    def add(self, addresses: Iterable[int], names: Iterable[str], tensors: Iterable[torch.Tensor]) -> None:
-        """Remember tensors at new addresses."""
-        self._by_address.update(zip(addresses, zip(names, tensors, strict=True), strict=True))
 
     def first_name(self, fqn: str, tensor: torch.Tensor, kind: TensorKind) -> str | None:
         """The name of an earlier tensor with exactly the same memory.

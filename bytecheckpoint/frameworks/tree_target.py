@@ -8,22 +8,22 @@ a tensor that is filled in place, has None.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import MismatchError, StateError
 from ..format.values.types import MAPPINGS, Container, path_name
-from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
+from ..tensors.shards import Path, SectionTarget, StoredSection, torch_dtype
 from .base import Context
 from .data_loader import DataLoaderState, needs_all, prepare
 from .dtensor import with_memory
 from .module_tree import EXTRA_STATE
 from .per_rank import PerRank
 from .rng import RNGState
-from .tensors import TensorKind, describe_plain, tensor_kind, tensor_shards
-from .tree_capture import MANY, ROOT_TENSOR, Capture, SameMemory, names_below, state_of
+from .tensors import describe_plain, tensor_kind, tensor_shards
+from .tree_capture import ROOT_TENSOR, Capture, SameMemory, state_of
 from .tree_paths import PathIndex, build_tree, is_sequence, kind_of, tuple_like, value_like
 
 Values = Mapping[Path, Any]
@@ -64,12 +64,17 @@ class TreeBuilder:
         self.context = context
         self.stored = stored
         self.target = target
-        self._memory = SameMemory()
+        self._found: list[tuple[str, torch.Tensor]] = []  # tensors that are filled where they are
 
     def visit(self, node: Any, path: Path = (), *, skip: bool = False) -> Restore | None:
-        """Make room at ``path``. With ``skip``, anything that is not stored stays unchanged."""
+        """Make room at and below ``path``. With ``skip``, anything that is not stored stays unchanged."""
+        restore = self._visit(node, path, skip=skip)
+        self._fill_found()
+        return restore
+
+    def _visit(self, node: Any, path: Path, *, skip: bool) -> Restore | None:
         if isinstance(node, torch.Tensor):
-            return self._tensor(node, path or ROOT_TENSOR, skip=skip)
+            return self._tensor(node, path_name(path or ROOT_TENSOR), skip=skip)
         kind = kind_of(node, self._where(path), root=not path)
         if kind == "per_rank":
             return self._per_rank(node, path)
@@ -98,7 +103,7 @@ class TreeBuilder:
         return self._rebuilt(path)
 
     def _per_rank(self, node: PerRank[Any], path: Path) -> Restore | None:
-        inner = self.visit(node.value, path, skip=node.on_resize == "skip")
+        inner = self._visit(node.value, path, skip=node.on_resize == "skip")
         if inner is None:
             return None
 
@@ -111,13 +116,17 @@ class TreeBuilder:
     def _mapping(self, node: Mapping[Any, Any], path: Path, *, skip: bool) -> Restore | None:
         if not isinstance(node, MutableMapping):
             raise StateError(f"{self._where(path)} is a {type(node).__name__}, which is immutable; pass a dict")
-        if len(node) >= MANY and self._fill_plain(node, path, skip=skip):
-            return None
-        children = {
-            key: inner
-            for key, child in node.items()
-            if (inner := self.visit(child, self._stored_path(path, key), skip=skip)) is not None
-        }
+        prefix = f"{path_name(path)}." if path else ""
+        children: dict[Any, Restore] = {}
+        for key, child in node.items():
+            fqn = f"{prefix}{key}"
+            extra = self._extra_state_path(fqn) if not path and fqn.endswith(EXTRA_STATE) else None
+            if isinstance(child, torch.Tensor):
+                inner = self._tensor(child, path_name(extra) if extra else fqn, skip=skip)
+            else:
+                inner = self._visit(child, extra or (*path, key), skip=skip)
+            if inner is not None:
+                children[key] = inner
         if not children:
             return None
 
@@ -130,34 +139,15 @@ class TreeBuilder:
 
         return restore
 
-    def _fill_plain(self, node: Mapping[Any, Any], path: Path, *, skip: bool) -> bool:
-        """Fill a mapping of plain tensors, each with its own memory and name; False, and adds nothing, for any other.
-
-        The result is that of ``visit`` for each of them, in a third of the time.
-        """
-        names, tensors = names_below(path, node), list(node.values())
-        if not path and any(name.endswith(EXTRA_STATE) for name in names):
-            return False
-        described = describe_plain(names, tensors, self._memory.addresses)
-        if described is None:
-            return False
-        self._memory.add(described[0], names, tensors)
-        self.target.add({shard.fqn: shard.meta for shard in described[1]}, described[1])
-        if skip:
-            self.target.optional.update(names)
-        return True
-
-    def _stored_path(self, path: Path, key: str | int) -> Path:
-        """Where an item of a mapping is stored. Of a module's extra state, that may be where its adapter stores it."""
-        if not path and isinstance(key, str) and key.endswith(EXTRA_STATE):
-            own = (EXTRA_STATE, key.removesuffix(EXTRA_STATE).removesuffix("."))
-            if own in self.stored.values or path_name(own) in self.stored.metas or self._below(own):
-                return own
-        return (*path, key)
+    def _extra_state_path(self, key: str) -> Path:
+        """Where the extra state of a module is stored: maybe where the module's adapter stores it."""
+        own = (EXTRA_STATE, key.removesuffix(EXTRA_STATE).removesuffix("."))
+        is_own = own in self.stored.values or path_name(own) in self.stored.metas or self._below(own)
+        return own if is_own else (key,)
 
     def _sequence(self, node: Any, path: Path, *, skip: bool) -> Restore | None:
         before = list(node)  # another object that is loaded may change the length of the list
-        children = [self.visit(child, (*path, index), skip=skip) for index, child in enumerate(before)]
+        children = [self._visit(child, (*path, index), skip=skip) for index, child in enumerate(before)]
         if not any(children):
             return None
 
@@ -205,18 +195,11 @@ class TreeBuilder:
         rebuilt = self._rebuilt(path)
         return lambda values: _refilled(node, rebuilt(values))
 
-    def _tensor(self, tensor: torch.Tensor, path: Path, *, skip: bool) -> Restore | None:
-        fqn = path_name(path)
+    def _tensor(self, tensor: torch.Tensor, fqn: str, *, skip: bool) -> Restore | None:
         if skip:
             self.target.optional.add(fqn)
-        kind = tensor_kind(tensor)
-        first = self._memory.first_name(fqn, tensor, kind)
-        if first is not None:
-            self._tie(fqn, first)
-            return None
-        meta = self.stored.metas.get(fqn)
-        if not tensor.is_meta or meta is None or meta.shape != tuple(tensor.shape):
-            self._fill(fqn, tensor, kind)
+        if not tensor.is_meta or fqn not in self.stored.metas or self.stored.metas[fqn].shape != tuple(tensor.shape):
+            self._found.append((fqn, tensor))
             return None
         filled = with_memory(tensor, self.context.device)
         if isinstance(tensor, torch.nn.Parameter):
@@ -224,34 +207,43 @@ class TreeBuilder:
         self._fill(fqn, filled)
         return lambda values: filled
 
-    def _tie(self, fqn: str, first: str) -> None:
-        """Fill one tensor with two names once, from the first name."""
-        self.target.aliases[fqn] = first
-        stored = self.stored
-        if fqn not in stored.metas:
+    def _fill_found(self) -> None:
+        """Fill the tensors that were found: all together if each has its own memory and name."""
+        shards = describe_plain([fqn for fqn, _ in self._found], [tensor for _, tensor in self._found])
+        if shards is not None:
+            self.target.add({shard.fqn: shard.meta for shard in shards}, shards)
             return
-        self.target.ignorable.add(fqn)
-        if stored.aliases.get(fqn, fqn) != stored.aliases.get(first, first):
-            self.context.notes.append(
-                f"{self.context.section}: {first} and {fqn} are one tensor here but were stored separately; it was "
-                f"filled from {first}, and {fqn} was left unread"
-            )
+        memory = SameMemory()
+        ties: dict[str, list[str]] = {}
+        firsts: list[tuple[str, torch.Tensor]] = []
+        for fqn, tensor in self._found:
+            first = memory.first_name(fqn, tensor, tensor_kind(tensor))
+            if first is None:
+                firsts.append((fqn, tensor))
+            else:
+                ties.setdefault(first, []).append(fqn)
+        for fqn, tensor in firsts:
+            names = [fqn, *ties.get(fqn, ())]
+            chosen = choose_stored_name(names, self.target, self.context, self.stored)
+            self._fill(chosen, tensor)
+            self.target.aliases.update({name: chosen for name in names if name != chosen})
 
-    def _fill(self, fqn: str, tensor: torch.Tensor, kind: TensorKind | None = None) -> None:
-        metas, shards = tensor_shards(fqn, tensor, kind)
+    def _fill(self, fqn: str, tensor: torch.Tensor) -> None:
+        metas, shards = tensor_shards(fqn, tensor)
         self.target.add(metas, () if tensor.is_meta else shards)
 
     def _stateful(self, node: Any, path: Path, *, skip: bool) -> Restore:
         """Load the stored state with whatever keys it has; the object must accept states that grow or shrink."""
         if isinstance(node, DataLoaderState):
             return self._data_loader(node, path)
-        capture = _Template(self.context)
+        capture = Capture(self.context)
         capture.visit(state_of(node, self._where(path)), path)
+        templates = {where: tensor for where, tensor, _ in capture.found.values()}
         if path in self.stored.values and self.stored.values[path] == {}:
             self._request(path, skip=skip)
         elif not self._below(path):
-            return self._absent(node, capture.source, path, skip=skip)
-        rebuilt = self._rebuilt(path, capture.tensors, in_place=isinstance(node, torch.nn.Module))
+            return self._absent(node, capture, path, skip=skip)
+        rebuilt = self._rebuilt(path, templates, in_place=isinstance(node, torch.nn.Module))
 
         def restore(values: Values) -> Any:
             node.load_state_dict(rebuilt(values))
@@ -305,13 +297,14 @@ class TreeBuilder:
             for name, what in node.resumed.items():
                 self.context.resumed[self._where((*path, name) if name else path)] = what
 
-    def _absent(self, node: Any, state: SectionSource, path: Path, *, skip: bool) -> Restore:
+    def _absent(self, node: Any, state: Capture, path: Path, *, skip: bool) -> Restore:
         """Report everything in a stateful object as missing, since nothing is stored for it, and leave it unchanged."""
-        for value_path, value in state.values.items():
+        for value_path, value in state.source.values.items():
             if type(value) is not Container:
                 self._request(value_path, skip=skip or value_path == path)
-        self.target.metas.update(state.metas)
-        self.target.optional.update(state.metas if skip else ())
+        for fqn, (_, tensor, _) in state.found.items():
+            self.target.add(tensor_shards(fqn, tensor)[0], ())
+        self.target.optional.update(state.found if skip else ())
         return lambda values: node
 
     def _below(self, path: Path) -> bool:
@@ -365,6 +358,22 @@ class TreeBuilder:
         return path_name((self.context.section, *path))
 
 
+def choose_stored_name(names: Sequence[str], target: SectionTarget, context: Context, stored: StoredSection) -> str:
+    """The name from which a tied tensor is filled, the first stored one. The target may ignore the others."""
+    known = [name for name in names if name in stored.metas] if len(names) > 1 else []
+    if not known:
+        return names[0]
+    target.ignorable.update(known[1:])
+    sources = {name: stored.aliases.get(name, name) for name in known}
+    separate = [name for name in known if sources[name] != sources[known[0]]]
+    if separate:
+        context.notes.append(
+            f"{context.section}: {', '.join(names)} are one tensor here but were stored separately; it was filled from "
+            f"{known[0]}, and {', '.join(separate)} were left unread"
+        )
+    return known[0]
+
+
 def _refilled(node: Any, value: Any) -> Any:
     """What a load puts in the place of ``node``: a mapping keeps its identity and gets the items of another one."""
     if value is node or not (isinstance(node, MutableMapping) and isinstance(value, Mapping)):
@@ -372,15 +381,3 @@ def _refilled(node: Any, value: Any) -> Any:
     node.clear()
     node.update(value)
     return node
-
-
-class _Template(Capture):
-    """The tensors and paths of a state dict that a stored one will replace."""
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.tensors: dict[Path, torch.Tensor] = {}
-
-    def _tensor(self, tensor: torch.Tensor, path: Path, *, own: bool) -> None:
-        self.tensors[path] = tensor
-        self.source.add(tensor_shards(path_name(path), tensor)[0], ())
