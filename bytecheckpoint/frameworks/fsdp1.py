@@ -11,7 +11,6 @@ private attributes of FSDP-1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -57,16 +56,7 @@ class FSDP1Adapter(ModuleAdapter):
         return layouts
 
     def packed(self, modules: Sequence[nn.Module]) -> Sequence[Packed]:
-        return [
-            Packed(
-                [original.fqns for original in flat.originals],
-                flat.layout,
-                flat.local_shard,
-                flat.free_gathered,
-                flat.frozen,
-            )
-            for flat in flat_params(modules)
-        ]
+        return flat_params(modules)
 
 
 class OriginalParam(NamedTuple):
@@ -82,7 +72,7 @@ class OriginalParam(NamedTuple):
     start: int
 
 
-class FlatParam:
+class FlatParam(Packed):
     """What this rank holds of one ``FlatParamHandle``. ``names`` are its modules' clean names, by ``id``."""
 
     def __init__(self, handle: Any, names: dict[int, list[tuple[int, str]]]) -> None:
@@ -90,6 +80,11 @@ class FlatParam:
         self.flat = handle.flat_param
         self.is_sharded = bool(handle.uses_sharded_strategy)
         self.originals = [self._original(i, names) for i in range(len(self.flat._param_infos))]
+        self.ties = [original.fqns for original in self.originals]
+        params = self.flat._params if self.flat._params is not None else [self.flat] * len(self.originals)
+        pairs = zip(self.ties, params, strict=True)
+        self.frozen = frozenset(fqns[0] for fqns, param in pairs if not param.requires_grad)
+        self.layout = self._layout()
 
     def _original(self, i: int, names: dict[int, list[tuple[int, str]]]) -> OriginalParam:
         flat, info = self.flat, self.flat._param_infos[i]
@@ -127,15 +122,7 @@ class FlatParam:
         for info in (*self.flat._param_infos, *self.flat._shared_param_infos):
             yield id(info.module), info.param_name
 
-    @property
-    def frozen(self) -> frozenset[str]:
-        """The first names of the parameters that get no gradient."""
-        params = self.flat._params if self.flat._params is not None else [self.flat] * len(self.originals)
-        pairs = zip(self.originals, params, strict=True)
-        return frozenset(original.fqns[0] for original, param in pairs if not param.requires_grad)
-
-    @cached_property
-    def layout(self) -> ParamLayout:
+    def _layout(self) -> ParamLayout:
         """The layout of the complete local shard. Padding belongs to no part."""
         parts: list[ParamPart] = []
         fqns: dict[str, tuple[int, ...]] = {}
@@ -196,7 +183,6 @@ class FlatParam:
                 )
 
     def free_gathered(self) -> None:
-        """Free a gathered copy, with which the next forward pass would compute otherwise."""
         if self.is_sharded and hasattr(self.flat, "_full_param_padded") and not self.handle.needs_unshard():
             self.handle.reshard(free_unsharded_flat_param=True)
             self.handle.post_reshard()

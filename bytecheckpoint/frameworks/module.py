@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -64,20 +64,23 @@ def parameter_layouts(obj: Any) -> dict[int, ParamLayout]:
     return layouts
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(ABC):
     """Parameters of which a wrapper keeps this rank's part in a flat tensor.
 
-    ``ties`` has all names of each parameter; ``layout`` and ``frozen`` have the first ones. ``local_shard`` returns the
-    flat tensor, or raises ``StateError`` while the model does not compute with it. ``free_gathered`` drops copies with
-    which the next forward pass would compute otherwise.
+    ``ties`` has all names of each parameter; ``layout``, and ``frozen`` of those without a gradient, have the first.
     """
 
     ties: Sequence[tuple[str, ...]]
     layout: ParamLayout
-    local_shard: Callable[[], torch.Tensor]
-    free_gathered: Callable[[], None]
-    frozen: frozenset[str] = frozenset()
+    frozen: frozenset[str]
+
+    @abstractmethod
+    def local_shard(self) -> torch.Tensor:
+        """The flat tensor, including padding. Raises ``StateError`` while the model does not compute with it."""
+
+    @abstractmethod
+    def free_gathered(self) -> None:
+        """Drop gathered copies, with which the next forward pass would compute otherwise."""
 
     def add_to(self, section: SectionSource | SectionTarget, chosen: Mapping[str, str]) -> None:
         """Add the parameters whose first names are in ``chosen``, under the names there."""

@@ -98,16 +98,7 @@ class DeepSpeedAdapter(ModuleAdapter):
         ]
 
     def packed(self, modules: Sequence[nn.Module]) -> Sequence[Packed]:
-        return [
-            Packed(
-                [one.fqns],
-                one.layout,
-                one.local_partition,
-                one.free_gathered,
-                frozenset(one.fqns if not one.param.requires_grad else ()),
-            )
-            for one in partitioned_params(modules)
-        ]
+        return partitioned_params(modules)
 
     def parameter_layouts(self, obj: Any) -> dict[int, ParamLayout]:
         layouts = super().parameter_layouts(obj)

@@ -17,6 +17,7 @@ from ...errors import StateError, UnsupportedTensorError
 from ..base import Context
 from ..dtensor import loaded_class
 from ..layout import ParamLayout
+from ..module import Packed
 from ..module_tree import named_slots
 from ..tensors import dense_view
 
@@ -193,26 +194,20 @@ def _muon_entries(optimizer: Any, number: int) -> dict[str, Sequence[FlatRange]]
 _GATHERED_DEPTH = "_ds_z3_gathered_param_context_depth"
 
 
-class PartitionedParam(NamedTuple):
+class PartitionedParam(Packed):
     """One parameter under all of its names."""
 
-    fqns: tuple[str, ...]
-    param: Any
-
-    @property
-    def layout(self) -> ParamLayout:
-        """The layout of this rank's partition, whose end may be padding."""
-        param, size = self.param, int(self.param.ds_tensor.ds_numel)
+    def __init__(self, fqns: tuple[str, ...], param: Any) -> None:
+        self.param, self.ties = param, [fqns]
+        self.frozen = frozenset(() if param.requires_grad else fqns)
+        size = int(param.ds_tensor.ds_numel)  # the end may be padding
         start = min(size * dist.get_rank(param.ds_process_group), param.ds_numel)
-        held = ParamLayout.whole(self.fqns[0], tuple(param.ds_shape)).narrowed(start, min(size, param.ds_numel - start))
-        return held._replace(local_shape=(size,))
+        held = ParamLayout.whole(fqns[0], tuple(param.ds_shape)).narrowed(start, min(size, param.ds_numel - start))
+        self.layout = held._replace(local_shape=(size,))
 
-    def local_partition(self) -> torch.Tensor:
-        """This rank's memory, including padding.
-
-        Raises ``StateError`` if the model computes with gathered copies now, or if the partition is not in memory.
-        """
-        param, fqn = self.param, self.fqns[0]
+    def local_shard(self) -> torch.Tensor:
+        """This rank's memory. Raises ``StateError`` also if the partition is not in memory."""
+        param, fqn = self.param, self.ties[0][0]
         if param.ds_active_sub_modules or param.ds_status.name == "INFLIGHT" or getattr(param, _GATHERED_DEPTH, 0):
             raise StateError(
                 f"{fqn}: ZeRO-3 has gathered this parameter for a forward or backward pass, or in GatheredParameters; "
@@ -229,7 +224,6 @@ class PartitionedParam(NamedTuple):
         return dense_view(fqn, param.ds_tensor)
 
     def free_gathered(self) -> None:
-        """Drop gathered copies, with which the next forward pass would compute otherwise. It gathers them again."""
         if self.param.ds_status.name == "AVAILABLE":
             self.param.partition()
         if getattr(self.param, "ds_secondary_tensor", None) is not None:
