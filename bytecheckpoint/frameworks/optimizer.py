@@ -22,7 +22,7 @@ from .module_tree import modules_of
 from .optimizer_class import class_path, lineage_of, require_same_class
 from .optimizer_groups import agreed_options, empty_groups, group_path, groups_of, options_of, set_options
 from .optimizer_params import NamedParam, named_params
-from .optimizer_state import MASTERS_OF, StoredState, capture_state, capture_states, state_name
+from .optimizer_state import MASTERS_OF, StoredState, capture_states, state_name
 from .optimizer_target import StateFiller
 from .optimizer_wrappers import StateHolder, as_list, holders_of, is_optimizer, require_complete
 from .scaled_state import converts_state
@@ -141,7 +141,7 @@ def _leave_out_frozen(params: list[NamedParam], source: SectionSource) -> list[N
             kept.append(named)
             continue
         frozen = SectionSource()
-        capture_state(named, frozen, compare=False)
+        capture_states([named], frozen, compare=False)
         source.left_out.update((name,) for name in frozen.metas)
         source.left_out.update(frozen.values)
         source.left_out.update(path(name) for name in named.names for path in (group_path, class_path))
@@ -176,6 +176,7 @@ def _fill(
     filler = StateFiller(target, state, context.device)
     for named in params:
         filler.add(named)
+    filler.add_found()
     if filler.unknown and state:
         context.notes.append(
             f"{context.section}: the saved optimizer did not have these parameters, perhaps because they were tied to "

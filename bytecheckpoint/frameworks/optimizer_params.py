@@ -57,6 +57,13 @@ class NamedParam:
     def _layout_of_part(self) -> ParamLayout:
         return dtensor_layout(self.names[0], self.param)  # type: ignore[arg-type]
 
+    @cached_property
+    def whole_name(self) -> str | None:
+        """The name under which each plain tensor of the state is stored whole; None if that depends on the tensor."""
+        if self.holder.held is not None or self.entry_layouts or is_dtensor(self.param):
+            return None
+        return self.layout.one_whole
+
     @property
     def state(self) -> Mapping[Any, Any]:
         """The parameter's state, empty if it has none. Do not change it."""
@@ -102,35 +109,34 @@ def named_params(holders: Sequence[StateHolder], context: Context) -> list[Named
     parameter without a name or in two groups, and ``NameCollisionError`` for two parameters with the same name.
     """
     slots = list(_slots(holders))
-    layouts = {key: owned.layout for key, owned in owned_layouts({id(param) for *_, param in slots}, context).items()}
+    layouts = {key: owned.layout for key, owned in owned_layouts({id(slot.param) for slot in slots}, context).items()}
     result: list[NamedParam] = []
-    seen: dict[int, str] = {}
-    taken: dict[str, str] = {}
+    seen: dict[int, _Slot] = {}
+    taken: dict[str, _Slot] = {}
     unowned: list[NamedParam] = []
-    for where, holder, group, index, param in slots:
-        if id(param) in seen:
+    for slot in slots:
+        holder, group, param, (_, _, index) = slot
+        if seen.setdefault(id(param), slot) is not slot:
             raise StateError(
-                f"section {context.section!r}: the same parameter appears twice, as {seen[id(param)]} and as {where}"
+                f"section {context.section!r}: the same parameter appears twice, as {seen[id(param)]} and as {slot}"
             )
-        seen[id(param)] = where
         layout = layouts.get(id(param))
         if layout is None:
             given = group.get("param_names")
             if given is None or len(given) != len(group["params"]) or getattr(param, "_fsdp_flattened", False):
                 raise StateError(
-                    f"section {context.section!r}: {where} of shape {tuple(param.shape)} has no name. Add the module "
+                    f"section {context.section!r}: {slot} of shape {tuple(param.shape)} has no name. Add the module "
                     "that owns it to the state (for example as 'model'), or build the optimizer from "
                     "named_parameters(). If it is a wrapper's own copy of a parameter (a master weight, a flat "
                     "buffer), save what the wrapper's state_dict() returns as a plain section instead"
                 )
             layout = ParamLayout.whole(clean_name(given[index]), tuple(param.shape))
         for name in layout.fqns:
-            if name in taken:
+            if taken.setdefault(name, slot) is not slot:
                 raise NameCollisionError(
-                    f"section {context.section!r}: {taken[name]} and {where} are both named {name!r}; pass the modules "
+                    f"section {context.section!r}: {taken[name]} and {slot} are both named {name!r}; pass the modules "
                     "that own them as separate sections of the state"
                 )
-            taken[name] = where
         result.append(NamedParam(param, layout, holder, group, param))
         if id(param) not in layouts:
             unowned.append(result[-1])
@@ -162,14 +168,23 @@ def _qualified(section: str, fqn: str) -> str:
     return f"{section}.{fqn}"
 
 
-def _slots(
-    holders: Sequence[StateHolder],
-) -> Iterator[tuple[str, StateHolder, MutableMapping[str, Any], int, torch.Tensor]]:
+class _Slot(NamedTuple):
+    """A parameter in a group. ``at`` are the numbers of the optimizer, the group, and the parameter in it."""
+
+    holder: StateHolder
+    group: MutableMapping[str, Any]
+    param: torch.Tensor
+    at: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        return "optimizer {}, group {}, parameter {}".format(*self.at)
+
+
+def _slots(holders: Sequence[StateHolder]) -> Iterator[_Slot]:
     for number, holder in enumerate(holders):
-        prefix = f"optimizer {number}, " if len(holders) > 1 else ""
         for group_number, group in enumerate(holder.groups):
             for index, param in enumerate(group["params"]):
-                yield f"{prefix}group {group_number}, parameter {index}", holder, group, index, param
+                yield _Slot(holder, group, param, (number, group_number, index))
 
 
 class OwnedLayout(NamedTuple):

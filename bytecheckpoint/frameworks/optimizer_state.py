@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -137,104 +137,88 @@ def map_leaves(value: Any, leaf: Callable[[str, Any], Any], key: str, where: str
     return leaf(key, value)
 
 
+StateEntry = tuple[NamedParam, str, torch.Tensor]
+"""A tensor of a parameter's state, and its key."""
+
+
+def describe_together(entries: Sequence[StateEntry]) -> tuple[list[StateEntry], list[Shard], Sequence[StateEntry]]:
+    """Plain state tensors and their shards, in a third of the time that ``lay_out`` takes, and the other entries."""
+    plain = [entry for entry in entries if entry[0].whole_name is not None]
+    names = [f"{_PREFIX}{named.whole_name}.{key}" for named, key, _ in plain]
+    shards = describe_plain(names, [tensor for _, _, tensor in plain])
+    if shards is None:
+        return [], [], entries
+    rest = [entry for entry in entries if entry[0].whole_name is None] if len(plain) < len(entries) else []
+    return plain, shards, rest
+
+
 def capture_states(params: Iterable[NamedParam], source: SectionSource, *, compare: bool) -> None:
-    """``capture_state`` of many parameters, in order."""
-    plain: list[NamedParam] = []
-    for named in params:
-        if _has_plain_state(named):
-            plain.append(named)
-            continue
-        _capture_plain(plain, source, compare=compare)
-        plain.clear()
-        capture_state(named, source, compare=compare)
-    _capture_plain(plain, source, compare=compare)
-
-
-def _has_plain_state(named: NamedParam) -> bool:
-    """Whether ``lay_out`` stores each plain tensor of the state whole, under the only name of the parameter."""
-    return (
-        named.layout.one_whole is not None
-        and named.master is None
-        and named.holder.held is None
-        and not named.entry_layouts
-        and not is_dtensor(named.param)
-    )
-
-
-def _capture_plain(params: Sequence[NamedParam], source: SectionSource, *, compare: bool) -> None:
-    """``capture_state`` of parameters with plain state, in a third of the time if that consists of plain tensors."""
-    states = [(named, named.names[0], named.state) for named in params]
-    names = [state_name(fqn, key) for _, fqn, state in states for key in state if isinstance(key, str)]
-    tensors = [value for *_, state in states for value in state.values()]
-    shards = describe_plain(names, tensors) if len(names) == len(tensors) else None
-    if shards is None or not source.metas.keys().isdisjoint(names):
-        for named in params:
-            capture_state(named, source, compare=compare)
-        return
-    source.add({shard.fqn: shard.meta for shard in shards}, shards)
-    source.values.update({empty_state_path(fqn): _NO_STATE for _, fqn, state in states if not state})
-    if not compare:
-        return
-    for named, fqn, state in states:
-        large = [state_name(fqn, key) for key, value in state.items() if value.ndim]
-        source.mark_replicas(large, named.layout.replica_ranks)
-    scalars = [shard for shard in shards if not shard.meta.shape and shard.tensor.is_cpu]
-    source.digests.update((one.fqn, _raw_bytes(one.tensor)) for one in scalars)
-
-
-def _raw_bytes(scalar: torch.Tensor) -> bytes:
-    raw: bytes = scalar.detach().reshape(1).view(torch.uint8).numpy().tobytes()
-    return raw
-
-
-def capture_state(named: NamedParam, source: SectionSource, *, compare: bool) -> None:
-    """Add one parameter's state to ``source``. Raises ``StateError`` for an entry that cannot be stored.
+    """Add the state of parameters to ``source``. Raises ``StateError`` for an entry that cannot be stored.
 
     With ``compare``, scalars such as ``step`` get digests: ranks that stepped an expert different numbers of times
     have different values for one parameter, and each rank stores its value. Scalars on an accelerator are assumed to be
     equal, because reading them one by one would stall it.
     """
-    where = _PREFIX + named.names[0]
+    entries: list[StateEntry] = []
+    for named in params:
+        _capture_values(named, source, entries)
+    plain, shards, rest = describe_together(entries)
+    source.add({shard.fqn: shard.meta for shard in shards}, shards)
+    for (named, _, tensor), shard in zip(plain, shards, strict=True) if compare else ():
+        _mark(named, tensor, (shard.fqn,), source)
+    for named, key, tensor in rest:
+        kind = tensor_kind(tensor)
+        metas, shards = lay_out(named, key, tensor, kind)
+        if not source.metas.keys().isdisjoint(metas):
+            raise StateError(f"{_PREFIX}{named.names[0]}: two state tensors are named {key!r}; rename one of them")
+        source.add(metas, shards)
+        if compare and not kind.is_distributed and not (tensor.ndim and any(type(one) is not Shard for one in shards)):
+            _mark(named, tensor, metas, source)
+
+
+def _mark(named: NamedParam, tensor: torch.Tensor, names: Collection[str], source: SectionSource) -> None:
+    """State how ranks find out whether a tensor that they hold completely is the same."""
+    if tensor.ndim:
+        # ZeRO leaves the state on one of the ranks that hold the parameter.
+        source.mark_replicas(names, None if named.holder.held is not None else named.layout.replica_ranks)
+    elif tensor.is_cpu:
+        raw = tensor.detach().reshape(1).view(torch.uint8).numpy().tobytes()
+        source.digests.update(dict.fromkeys(names, raw))
+
+
+def _capture_values(named: NamedParam, source: SectionSource, entries: list[StateEntry]) -> None:
+    """Add what is not a tensor of one parameter's state to ``source``, and the tensors to ``entries``."""
     state = named.state
     if not state and not named.is_remote:
         source.values.update({empty_state_path(fqn): _NO_STATE for fqn in named.names})
-
-    def add(key: str, value: torch.Tensor, kind: TensorKind) -> None:
-        metas, shards = lay_out(named, key, value, kind)
-        if not source.metas.keys().isdisjoint(metas):
-            raise StateError(f"{where}: two state tensors are named {key!r}; rename one of them")
-        source.add(metas, shards)
-        if not compare or kind.is_distributed:
-            return
-        if value.ndim and all(type(shard) is Shard for shard in shards):
-            # ZeRO leaves the state on one of the ranks that hold the parameter.
-            source.mark_replicas(metas, None if named.holder.held is not None else named.layout.replica_ranks)
-        if value.ndim == 0 and value.device.type == "cpu":
-            source.digests.update(dict.fromkeys(metas, _raw_bytes(value)))
-
-    def leaf(key: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        add(key, value, tensor_kind(value))
-        return TENSOR_LEAF
-
     if named.master is not None:
-        leaf(MASTER, named.master)
+        entries.append((named, MASTER, named.master))
     for key, value in state.items():
         if not isinstance(key, str):
-            raise UnserializableError(f"{where}: state key {key!r} is not a str")
-        if isinstance(value, torch.Tensor):
-            kind = tensor_kind(value)
-            if kind.is_wrapper:
-                held = lay_out_wrapper(named, key, value)
-                source.add(held.metas, held.shards)
-                source.values[state_path(named.names[0], key)] = wrapper_entry(held)
-            elif not kind.is_dtensor or not _may_differ(named, value):
-                add(key, value, kind)
+            raise UnserializableError(f"{_PREFIX}{named.names[0]}: state key {key!r} is not a str")
+        if type(value) is torch.Tensor:  # almost all entries
+            entries.append((named, key, value))
             continue
-        plain = map_leaves(value, leaf, key, where)
-        if not named.is_remote:
-            source.values.update({state_path(fqn, key): plain for fqn in named.names})
+        kind = tensor_kind(value)
+        if kind.is_wrapper:
+            held = lay_out_wrapper(named, key, value)
+            source.add(held.metas, held.shards)
+            source.values[state_path(named.names[0], key)] = wrapper_entry(held)
+        elif isinstance(value, torch.Tensor):
+            if not kind.is_dtensor or not _may_differ(named, value):
+                entries.append((named, key, value))
+        else:
+            plain = map_leaves(value, partial(_note, named, entries), key, _PREFIX + named.names[0])
+            if not named.is_remote:
+                source.values.update({state_path(fqn, key): plain for fqn in named.names})
+
+
+def _note(named: NamedParam, entries: list[StateEntry], key: str, leaf: Any) -> Any:
+    """Add a tensor in a list or dict to ``entries``; return what is stored in its place."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    entries.append((named, key, leaf))
+    return TENSOR_LEAF
 
 
 @dataclass
@@ -270,28 +254,34 @@ class StoredState(dict[str, StoredParam]):
         for path, value in section.values.items():
             match path:
                 case ("state", fqn, key):
-                    self.setdefault(str(fqn), StoredParam()).values[str(key)] = value
+                    self._at(str(fqn)).values[str(key)] = value
                 case ("state", fqn) if type(value) is not Container:
-                    self.setdefault(str(fqn), StoredParam()).is_stateless = True
+                    self._at(str(fqn)).is_stateless = True
                 case ("param_groups" | "class", fqn):
-                    self.setdefault(str(fqn), StoredParam())
+                    pass
                 case _:
                     continue
-            self[str(fqn)].paths.append(path)
+            self._at(str(fqn)).paths.append(path)
         known = self.keys() | {name for named in params for name in named.names}
         for name, meta in section.metas.items():
             fqn, key = split_entry(name.removeprefix(_PREFIX), known)
             if fqn and name.startswith(_PREFIX):
-                self.setdefault(fqn, StoredParam()).tensors[key] = meta
+                self._at(fqn).tensors[key] = meta
         for named in params:
-            # A class of the user's may keep state of its own under this key.
-            if named.master is not None or type(named.holder.optimizer).__module__.startswith("torch."):
-                for fqn in named.names:
-                    self[fqn].has_master = MASTER in self[fqn].tensors
+            for fqn in named.names:
+                # A class of the user's may keep state of its own under this key.
+                if MASTER in self[fqn].tensors and (named.master is not None or _is_of_torch(named, "torch.")):
+                    self[fqn].has_master = True
         self._expect(params)
 
     def __missing__(self, fqn: str) -> StoredParam:
         return StoredParam()
+
+    def _at(self, fqn: str) -> StoredParam:
+        found = self.get(fqn)
+        if found is None:
+            found = self[fqn] = StoredParam()
+        return found
 
     def _expect(self, params: Iterable[NamedParam]) -> None:
         """Expect state of a parameter, because the step needs it or similar parameters in the checkpoint have it.
@@ -299,26 +289,28 @@ class StoredState(dict[str, StoredParam]):
         Only torch's optimizers are considered, which give the same entries to all parameters of one group and one kind
         (matrix or not). Other optimizers may differ on purpose.
         """
-        kinds: dict[tuple[int, bool], list[tuple[StoredParam, tuple[int, ...]]]] = {}
+        templates: dict[tuple[int, bool], dict[str, tuple[BasicMeta | None, tuple[int, ...]]]] = {}
+        members: list[tuple[StoredParam, tuple[int, ...], tuple[int, bool]]] = []
         for named in params:
-            if type(named.holder.optimizer).__module__.startswith("torch.optim"):
+            if _is_of_torch(named, "torch.optim"):
                 for fqn, shape in named.layout.fqns.items():
                     stored = self[fqn]
                     if stored.keys:
-                        kinds.setdefault((id(named.group), len(shape) > 1), []).append((stored, shape))
-                        missing = set(needed_keys(named.holder.optimizer)).difference(stored.keys)
-                        stored.expected.update(dict.fromkeys(missing))
-        for members in kinds.values():
-            templates: dict[str, tuple[BasicMeta | None, tuple[int, ...]]] = {}
-            for stored, shape in members:
-                for key in stored.keys:
-                    templates.setdefault(key, (stored.tensors.get(key), shape))
-            for stored, shape in members:
-                for key in templates.keys() - stored.keys:
-                    meta, peer_shape = templates[key]
-                    if meta is not None and meta.shape == peer_shape:
-                        meta = BasicMeta(meta.dtype, shape)
-                    stored.expected[key] = meta
+                        kind = (id(named.group), len(shape) > 1)
+                        members.append((stored, shape, kind))
+                        if kind not in templates:
+                            templates[kind] = dict.fromkeys(needed_keys(named.holder.optimizer), (None, shape))
+                        templates[kind].update({key: (stored.tensors.get(key), shape) for key in stored.keys})
+        for stored, shape, kind in members:
+            for key in templates[kind].keys() - stored.keys:
+                meta, peer_shape = templates[kind][key]
+                if meta is not None and meta.shape == peer_shape:
+                    meta = BasicMeta(meta.dtype, shape)
+                stored.expected[key] = meta
+
+
+def _is_of_torch(named: NamedParam, package: str) -> bool:
+    return type(named.holder.optimizer).__module__.startswith(package)
 
 
 def split_entry(entry: str, known: Collection[str]) -> tuple[str, str]:

@@ -18,8 +18,10 @@ from .optimizer_params import NamedParam
 from .optimizer_state import (
     MASTER,
     TENSOR_LEAF,
+    StateEntry,
     StoredParam,
     StoredState,
+    describe_together,
     empty_state_path,
     is_whole,
     lay_out,
@@ -34,21 +36,36 @@ from .wrapper_tensors import WRAPPER, HeldWrapper, make_wrapper, require_same_wr
 _Values = Mapping[Path, Any]
 
 
-def _is_scalar_of(existing: Any, metas: Mapping[str, BasicMeta]) -> bool:
-    """Whether a 0-d tensor is read into as it is: it is stored once, with its dtype."""
-    (*others, meta) = metas.values()
-    return not others and isinstance(existing, torch.Tensor) and torch_dtype(meta) == existing.dtype and not meta.shape
+def _is_same(state: Mapping[Any, Any], stored: StoredParam) -> bool:
+    """Whether a state has the tensors that are stored, and nothing else, so that each is filled as it is."""
+    if not state or state.keys() != stored.tensors.keys() or stored.values or stored.expected:
+        return False
+    return all(
+        type(tensor) is torch.Tensor and (tensor.ndim or (meta.shape == () and torch_dtype(meta) == tensor.dtype))
+        for tensor, meta in ((state[key], meta) for key, meta in stored.tensors.items())
+    )
 
 
 class StateFiller:
-    """Adds destinations for the state of one parameter at a time to ``target``, whose ``apply`` calls ``finish``."""
+    """Adds destinations for the state of parameters to ``target``, whose ``apply`` calls ``finish``.
+
+    Call ``add`` for each parameter, and then ``add_found``.
+    """
 
     def __init__(self, target: SectionTarget, stored: StoredState, device: torch.device | None) -> None:
         self.target = target
         self.stored = stored
         self.device = device
         self.unknown: list[str] = []  # names of parameters that the saved optimizer did not have
+        self._found: list[StateEntry] = []  # tensors that are filled where they are
         self._steps: list[Callable[[_Values], None]] = []
+
+    def add_found(self) -> None:
+        """Add the tensors that the parameters have, or get, to ``target``."""
+        _, shards, rest = describe_together(self._found)
+        self.target.add({shard.fqn: shard.meta for shard in shards}, shards)
+        for entry in rest:
+            self.target.add(*lay_out(*entry))
 
     def finish(self, values: _Values) -> None:
         """Put numbers, and tensors created for the load, into the optimizers."""
@@ -59,6 +76,9 @@ class StateFiller:
     def add(self, named: NamedParam) -> None:
         """Add destinations for everything stored for this parameter."""
         existing = named.state
+        if named.whole_name is not None and _is_same(existing, self.stored[named.whole_name]) and named.master is None:
+            self._found.extend((named, key, tensor) for key, tensor in existing.items())
+            return
         stored = {fqn: self.stored[fqn] for fqn in named.names}
         self._add_master(named, stored)
         keys = dict.fromkeys(key for one in stored.values() for key in (*one.keys, *one.expected))
@@ -110,19 +130,13 @@ class StateFiller:
             return
         if tensor_kind(existing).is_wrapper:
             existing = None  # stored plain, as torchao keeps small parts
-        if isinstance(existing, torch.Tensor) and existing.ndim and not values:
-            self._add_tensor(named, key, existing)
-            return
         metas = {fqn: meta for fqn, one in stored.items() if (meta := one.tensors.get(key))}
         expected = {fqn: meta for fqn, one in stored.items() if (meta := one.expected.get(key))}
         requested = {**expected, **metas}
         if values and isinstance(values[0], (dict, list, tuple)):
             self._add_nested(named, key, existing, values[0])
         elif values or (requested and self._is_scalar(named, key, requested, existing)):
-            if not values and requested.keys() == metas.keys() == stored.keys() and _is_scalar_of(existing, metas):
-                self._add_tensor(named, key, existing)
-            else:
-                self._add_scalar(named, key, existing, requested, metas.keys())
+            self._add_scalar(named, key, existing, requested, metas.keys())
         elif isinstance(existing, torch.Tensor):
             self._add_tensor(named, key, existing)
         elif requested:
@@ -134,7 +148,7 @@ class StateFiller:
             self.target.requested_values.update(state_path(fqn, key) for fqn in named.names)
 
     def _add_tensor(self, named: NamedParam, key: str, tensor: torch.Tensor) -> None:
-        self.target.add(*lay_out(named, key, tensor))
+        self._found.append((named, key, tensor))
 
     def _add_wrapper(self, named: NamedParam, key: str, tensor: torch.Tensor) -> HeldWrapper:
         held = lay_out_wrapper(named, key, tensor)
