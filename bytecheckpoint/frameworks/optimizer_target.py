@@ -21,7 +21,7 @@ from .optimizer_state import (
     StateEntry,
     StoredParam,
     StoredState,
-    describe_together,
+    add_together,
     empty_state_path,
     is_whole,
     lay_out,
@@ -40,9 +40,10 @@ def _is_same(state: Mapping[Any, Any], stored: StoredParam) -> bool:
     """Whether a state has the tensors that are stored, and nothing else, so that each is filled as it is."""
     if not state or state.keys() != stored.tensors.keys() or stored.values or stored.expected:
         return False
+    pairs = ((state[key], meta) for key, meta in stored.tensors.items())
     return all(
-        type(tensor) is torch.Tensor and (tensor.ndim or (meta.shape == () and torch_dtype(meta) == tensor.dtype))
-        for tensor, meta in ((state[key], meta) for key, meta in stored.tensors.items())
+        type(held) is torch.Tensor and (held.ndim or (not meta.shape and torch_dtype(meta) == held.dtype))
+        for held, meta in pairs
     )
 
 
@@ -62,9 +63,7 @@ class StateFiller:
 
     def add_found(self) -> None:
         """Add the tensors that the parameters have, or get, to ``target``."""
-        _, shards, rest = describe_together(self._found)
-        self.target.add({shard.fqn: shard.meta for shard in shards}, shards)
-        for entry in rest:
+        for entry in add_together(self._found, self.target)[2]:
             self.target.add(*lay_out(*entry))
 
     def finish(self, values: _Values) -> None:
@@ -103,7 +102,7 @@ class StateFiller:
         if named.master is None:
             self.target.ignorable.update(names[fqn] for fqn, one in stored.items() if one.has_master)
             return
-        self._add_tensor(named, MASTER, named.master)
+        self._found.append((named, MASTER, named.master))
         self.target.fallbacks.update({names[fqn]: origin for fqn, origin in named.origins.items()})
         self.target.derived.update(named.origins.values())
 
@@ -116,7 +115,7 @@ class StateFiller:
                 held = self._add_wrapper(named, key, value)
                 self.target.optional.update((*held.metas, state_path(named.names[0], key)))
             elif isinstance(value, torch.Tensor):
-                self._add_tensor(named, key, value)
+                self._found.append((named, key, value))
                 self.target.optional.update(state_name(fqn, key) for fqn in named.names)
             else:
                 paths = [state_path(fqn, key) for fqn in named.names]
@@ -138,17 +137,14 @@ class StateFiller:
         elif values or (requested and self._is_scalar(named, key, requested, existing)):
             self._add_scalar(named, key, existing, requested, metas.keys())
         elif isinstance(existing, torch.Tensor):
-            self._add_tensor(named, key, existing)
+            self._found.append((named, key, existing))
         elif requested:
             tensor = self._make(named, key, next(iter(requested.values())))
-            self._add_tensor(named, key, tensor)
+            self._found.append((named, key, tensor))
             if metas:
                 self._steps.append(lambda loaded: named.own_state().__setitem__(key, tensor))
         else:
             self.target.requested_values.update(state_path(fqn, key) for fqn in named.names)
-
-    def _add_tensor(self, named: NamedParam, key: str, tensor: torch.Tensor) -> None:
-        self._found.append((named, key, tensor))
 
     def _add_wrapper(self, named: NamedParam, key: str, tensor: torch.Tensor) -> HeldWrapper:
         held = lay_out_wrapper(named, key, tensor)
@@ -302,7 +298,7 @@ class StateFiller:
                 old = _at(existing, dotted[len(key) + 1 :])
                 keep = isinstance(old, torch.Tensor) and tuple(old.shape) == meta.shape
                 made[dotted] = old if keep else self._make(named, dotted, meta)
-                self._add_tensor(named, dotted, made[dotted])
+                self._found.append((named, dotted, made[dotted]))
             return leaf
 
         map_leaves(stored, place, key, where)
