@@ -193,13 +193,10 @@ def flat_params(modules: Sequence[nn.Module]) -> list[FlatParam]:
     wrapper = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     names: dict[int, list[tuple[int, str]]] = {}
     handles: dict[int, Any] = {}
-    position = 0
-    for root in modules:
-        for name, module in named_submodules(root):
-            names.setdefault(id(module), []).append((position, name))
-            position += 1
-            if isinstance(module, wrapper) and module._handle is not None:
-                handles[id(module._handle)] = module._handle
+    for position, (name, module) in enumerate(named_submodules(modules)):
+        names.setdefault(id(module), []).append((position, name))
+        if isinstance(module, wrapper) and module._handle is not None:
+            handles[id(module._handle)] = module._handle
     return [FlatParam(handle, names) for handle in handles.values()]
 
 

@@ -60,7 +60,7 @@ def transformers_models(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Any
     kind = loaded_class("transformers.modeling_utils", "PreTrainedModel")
     for root in modules:
         above: list[str] = []
-        for name, module in named_submodules(root):
+        for name, module in named_submodules([root]):
             prefix = f"{name}." if name else ""
             if isinstance(module, kind) and not any(prefix.startswith(one) for one in above):
                 above.append(prefix)

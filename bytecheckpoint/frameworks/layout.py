@@ -46,7 +46,8 @@ class ParamPart(NamedTuple):
         return cls(fqn, shape, box, start, None if dense else strides)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part's elements in the 1-D ``flat``, shaped like the box."""
+        """The part's elements in a contiguous tensor, shaped like the box."""
+        flat = flat.view(-1)
         lengths = self.box.lengths
         if self.strides is None:
             return flat.narrow(0, self.start, self.box.numel).view(lengths)
@@ -54,10 +55,6 @@ class ParamPart(NamedTuple):
         memory = flat.narrow(0, self.start, extent)  # raises where as_strided would leave ``flat`` unnoticed
         steps = [step * flat.stride(0) for step in self.strides]
         return memory.as_strided(lengths, steps, memory.storage_offset())
-
-    def view_in(self, local: torch.Tensor) -> torch.Tensor:
-        """The part's elements in a contiguous local tensor."""
-        return self.view(local.view(-1))
 
     def narrowed(self, start: int, length: int) -> Iterator[ParamPart]:
         """What ``length`` elements of the local memory from ``start`` on hold of this part, relative to ``start``."""
@@ -129,7 +126,7 @@ class ParamLayout(NamedTuple):
         if len(self.parts) == 1 and self.parts[0].strides is None and self.parts[0].box.lengths == tuple(tensor.shape):
             views = [tensor]
         elif is_derived(tensor):
-            views = [tensor.part(part.box.lengths, part.view_in) for part in self.parts]
+            views = [tensor.part(part.box.lengths, part.view) for part in self.parts]
         else:
             flat = tensor.view(-1)
             views = [part.view(flat) for part in self.parts]

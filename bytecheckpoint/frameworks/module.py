@@ -44,26 +44,6 @@ ENGINE_COUNTERS = "_engine"
 _EXTRA_STATE: Path = (EXTRA_STATE,)
 
 
-def parameter_layouts(obj: Any) -> dict[int, ParamLayout]:
-    """The layout of every parameter of a module, a stage or a list of them, by ``id`` of the parameter.
-
-    A tied parameter has its first name. For FSDP-2, the sharded parameters count, even while the module shows gathered
-    ones.
-    """
-    layouts: dict[int, ParamLayout] = {}
-    modules = modules_of(obj)
-    declared = declared_replicas(modules)
-    for group in group_tied([slot for slot in named_slots(modules) if slot.is_parameter]):
-        for slot in group:
-            if slot.kind.is_dtensor:
-                layout = dtensor_layout(group[0].fqn, slot.tensor)  # type: ignore[arg-type]
-            else:
-                ranks = declared.get(id(slot.tensor))
-                layout = ParamLayout.whole(group[0].fqn, tuple(slot.tensor.shape), replica_ranks=ranks)
-            layouts[id(slot.tensor)] = layout
-    return layouts
-
-
 class Packed(ABC):
     """Parameters of which a wrapper keeps this rank's part in a flat tensor.
 
@@ -121,12 +101,24 @@ class ModuleAdapter(Adapter):
         return ()
 
     def parameter_layouts(self, obj: Any) -> dict[int, ParamLayout]:
-        return parameter_layouts(obj)
+        """The layout of every parameter. A tied one has its first name; for FSDP-2, the sharded parameters count."""
+        layouts: dict[int, ParamLayout] = {}
+        modules = modules_of(obj)
+        declared = declared_replicas(modules)
+        for group in group_tied([slot for slot in named_slots(modules) if slot.is_parameter]):
+            for slot in group:
+                if slot.kind.is_dtensor:
+                    layout = dtensor_layout(group[0].fqn, slot.tensor)  # type: ignore[arg-type]
+                else:
+                    ranks = declared.get(id(slot.tensor))
+                    layout = ParamLayout.whole(group[0].fqn, tuple(slot.tensor.shape), replica_ranks=ranks)
+                layouts[id(slot.tensor)] = layout
+        return layouts
 
     def capture(self, obj: Any, context: Context) -> SectionSource:
         source = SectionSource()
         modules = modules_of(obj)
-        named = [pair for module in modules for pair in named_submodules(module)]
+        named = named_submodules(modules)
         capture = Capture(context, source)
         declared = declared_replicas(modules) if context.world_size > 1 else {}
         for group in group_tied(capture_own_state(find_own_state(named), self.slots(modules), capture)):
@@ -179,7 +171,7 @@ class ModuleAdapter(Adapter):
         """``target`` without the names that the model's own lists add. A subclass adds what its wrapper keeps."""
         modules = modules_of(obj)
         target = SectionTarget()
-        named = [pair for module in modules for pair in named_submodules(module)]
+        named = named_submodules(modules)
         own = OwnStateTarget(find_own_state(named, loading=True), self.slots(modules), context, stored, target)
         for group in group_tied(own.slots):
             _add_target(target, group, context, stored)

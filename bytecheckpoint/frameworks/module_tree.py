@@ -45,10 +45,11 @@ def modules_of(obj: object) -> list[nn.Module]:
     return []
 
 
-def named_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module with its clean name (``""`` for the root), parents first; a shared one under each of its names."""
+def named_submodules(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Every module with its clean name (``""`` for a root), parents first; a shared one under each of its names."""
     found: list[tuple[str, nn.Module]] = []
-    _add_submodules(module, "", found)
+    for module in modules:
+        _add_submodules(module, "", found)
     return found
 
 
@@ -102,7 +103,7 @@ def named_slots(modules: Iterable[nn.Module]) -> list[Slot]:
 
 
 def _slots(module: nn.Module, unsharded: dict[tuple[int, str], torch.Tensor]) -> Iterator[Slot]:
-    for prefix, owner in named_submodules(module):
+    for prefix, owner in named_submodules([module]):
         for name, param in owner._parameters.items():
             if param is not None:
                 held = unsharded.get((id(owner), name), param)

@@ -114,9 +114,7 @@ class OwnStateTarget:
                 plain.append(name)
             else:
                 self.target.requested_values.add((ENTRY, name))
-        self._restore = (
-            TreeBuilder(self.context, self._only(plain), self.target).everything((ENTRY,)) if plain else None
-        )
+        self._restore = TreeBuilder(self.context, self._only(plain), self.target).rebuilt((ENTRY,)) if plain else None
         versions = {path for path in self.stored.values if path and path[0] == VERSION}
         used = {path for path in versions if len(path) > 1 and path[1] in self._parts}
         self.target.requested_values |= used

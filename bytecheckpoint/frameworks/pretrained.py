@@ -195,11 +195,9 @@ def _without_adapter(name: str, adapter: str) -> str:
 
 def _read_from(target: SectionTarget, sources: Mapping[str, str]) -> None:
     """Let the target read tensors from the stored ones of other names."""
-    for name, source in sources.items():
-        target.metas.setdefault(source, target.metas.pop(name))
+    target.rename(sources)
     target.aliases.update({name: sources[one] for name, one in target.aliases.items() if one in sources})
     target.aliases.update(sources)
-    target.shards[:] = [replace(one, fqn=sources[one.fqn]) if one.fqn in sources else one for one in target.shards]
 
 
 def _tied_sources(modules: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
@@ -232,9 +230,8 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 
 def _named(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    for root in modules:
-        for name, module in named_submodules(root):
-            yield (f"{name}." if name else ""), module
+    for name, module in named_submodules(modules):
+        yield (f"{name}." if name else ""), module
 
 
 def _applies(rules: Iterable[_Rule], name: str) -> bool:

@@ -10,7 +10,7 @@ groups, in the model's order.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -159,20 +159,15 @@ class StoredStateDict:
         def apply(values: Mapping[Path, Any]) -> None:
             fill(self._by_name(self._contents(values)))
 
-        names = self._stored_names
-        result = SectionTarget(
-            {names.get(name, name): meta for name, meta in target.metas.items()},
-            [replace(shard, fqn=names.get(shard.fqn, shard.fqn)) for shard in target.shards],
-            {*(path for path in target.requested_values if path not in known), *self._stored.values},
-            optional={names.get(name, name) if isinstance(name, str) else name for name in target.optional},
-            ignorable={names.get(name, name) if isinstance(name, str) else name for name in target.ignorable},
-            fallbacks={names.get(name, name): origin for name, origin in target.fallbacks.items()},
-            derived=target.derived,
-            apply=apply,
-        )
+        target.rename(self._stored_names)
+        target.requested_values = {
+            *(path for path in target.requested_values if path not in known),
+            *self._stored.values,
+        }
+        target.apply = apply
         for name, room in self._rooms.items():
-            result.add(*tensor_shards(name, room))
-        return result
+            target.add(*tensor_shards(name, room))
+        return target
 
     # ------------------------------------------------------------------------------------------------------ contents
 

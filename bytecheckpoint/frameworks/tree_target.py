@@ -98,10 +98,6 @@ class TreeBuilder:
         self._fill(fqn, room)
         return room
 
-    def everything(self, path: Path) -> Restore:
-        """Rebuild whatever is stored below ``path``, a mapping."""
-        return self._rebuilt(path)
-
     def _per_rank(self, node: PerRank[Any], path: Path) -> Restore | None:
         inner = self._visit(node.value, path, skip=node.on_resize == "skip")
         if inner is None:
@@ -166,9 +162,9 @@ class TreeBuilder:
         marker = self.stored.values.get(path)
         if type(marker) is Container:
             if marker.kind in ("list", "tuple") and is_sequence(node):
-                return self._rebuilt(path)
+                return self.rebuilt(path)
             if marker.kind in MAPPINGS and isinstance(node, MutableMapping):
-                rebuilt = self._rebuilt(path)
+                rebuilt = self.rebuilt(path)
                 return lambda values: _refilled(node, rebuilt(values))
             detail = (
                 f"stored as a {marker.kind} with tensors or mappings in it, but the target is a {type(node).__name__}"
@@ -192,7 +188,7 @@ class TreeBuilder:
             if not path and path not in self.stored.values:
                 return lambda values: node
             return self._leaf(node, path, skip=skip)
-        rebuilt = self._rebuilt(path)
+        rebuilt = self.rebuilt(path)
         return lambda values: _refilled(node, rebuilt(values))
 
     def _tensor(self, tensor: torch.Tensor, fqn: str, *, skip: bool) -> Restore | None:
@@ -243,7 +239,7 @@ class TreeBuilder:
             self._request(path, skip=skip)
         elif not self._below(path):
             return self._absent(node, capture, path, skip=skip)
-        rebuilt = self._rebuilt(path, templates, in_place=isinstance(node, torch.nn.Module))
+        rebuilt = self.rebuilt(path, templates, in_place=isinstance(node, torch.nn.Module))
 
         def restore(values: Values) -> Any:
             node.load_state_dict(rebuilt(values))
@@ -273,7 +269,7 @@ class TreeBuilder:
             load = prepare(node, {"dp_size": saved}, where)
             return lambda values: self._loaded(node, path, load)
         at = path if everything else own
-        rebuilt = self._rebuilt(at)
+        rebuilt = self.rebuilt(at)
         self.target.requested_values.add((*path, "dp_size"))
 
         def prepared(values: Values) -> Callable[[], None]:
@@ -317,7 +313,7 @@ class TreeBuilder:
         paths = {fqn: index.path_of(fqn) for fqn in self.stored.metas}
         return {fqn: p for fqn, p in paths.items() if len(p) > len(path) and p[: len(path)] == path}
 
-    def _rebuilt(
+    def rebuilt(
         self, path: Path, templates: Mapping[Path, torch.Tensor] | None = None, *, in_place: bool = False
     ) -> Restore:
         """Rebuild everything stored at and below ``path`` as a new tree.

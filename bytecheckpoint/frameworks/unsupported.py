@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import StateError, UnknownObjectError
-from .module_tree import modules_of, named_slots, submodules
+from .module_tree import is_engine, modules_of, named_slots, submodules
 from .optimizer_wrappers import as_list, is_optimizer
 
 _GATHER = "Save a state dict of plain tensors that the framework gathers, or use the framework's own checkpoints"
@@ -69,6 +69,8 @@ def require_no_masters(modules: Sequence[nn.Module], section: str) -> None:
     params = (param for module in modules for sub in submodules(module) for param in sub._parameters.values())
     for param in params:
         if getattr(param, "_hp_mapping", None) is not None or hasattr(param, "_z3_optimizer"):
+            if any(is_engine(sub) for module in modules for sub in submodules(module)):
+                return  # whose adapter loads into the copies, too
             fqn = next((slot.fqn for slot in named_slots(modules) if slot.tensor is param), "a parameter")
             raise StateError(
                 f"section {section!r}: {fqn}: DeepSpeed's ZeRO optimizer has a full-precision copy of this "

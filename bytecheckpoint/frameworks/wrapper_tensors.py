@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -80,7 +80,8 @@ def held_wrapper(fqn: str, tensor: torch.Tensor) -> HeldWrapper:
         return held
     for name in names:
         inner = dense_view(f"{fqn}.{name}", getattr(local, name))
-        _place(held, f"{fqn}.{name}", inner, local, shape, box, _role(flat, name))
+        role = "grid" if flat is None else "constant" if name in flat.constants else "items"
+        _place(held, f"{fqn}.{name}", inner, local, shape, box, role)
     return held
 
 
@@ -125,12 +126,6 @@ def make_wrapper(fqn: str, record: Any, like: torch.Tensor, device: torch.device
         signed = {"signed": attributes["signed"]} if "signed" in attributes else {}
         made = cls.zeros(tuple(local.shape), block_size=block, device=device, **signed)
     return dtensor_around(like, made) if is_dtensor(like) else made
-
-
-def _role(flat: _Flat | None, name: str) -> str:
-    if flat is None:
-        return "grid"
-    return "constant" if name in flat.constants else "items"
 
 
 def _place(
@@ -218,15 +213,11 @@ def _flat_range(shape: Sequence[int], box: Box) -> tuple[int, int]:
 def _attributes(local: torch.Tensor, context: Any, flat: _Flat | None) -> dict[str, Any]:
     if flat is not None:
         return {name: getattr(local, name) for name in flat.attributes}
-    pairs = context.items() if isinstance(context, dict) else _numbered(context)
+    items = context if isinstance(context, (dict, list, tuple)) else () if context is None else (context,)
+    pairs = items.items() if isinstance(items, dict) else enumerate(items)
     # The shape of a part depends on the layout, and the global shape is compared anyway.
     part = list(local.shape)
     return {str(name): plain for name, value in pairs if (plain := _plain(value)) != part or not part}
-
-
-def _numbered(context: Any) -> Iterator[tuple[str, Any]]:
-    items = context if isinstance(context, (list, tuple)) else () if context is None else (context,)
-    yield from ((str(number), value) for number, value in enumerate(items))
 
 
 def _plain(value: Any) -> Any:

@@ -324,3 +324,19 @@ class SectionTarget(SectionTensors):
     derived: set[tuple[str, str]] = field(default_factory=set)
     resizable: dict[str, int] = field(default_factory=dict)
     apply: Callable[[Mapping[Path, Any]], None] = lambda values: None
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Let tensors be read from the stored ones of other names.
+
+        Args:
+            names: Stored names by the target's. Several of these may be read from one stored tensor.
+        """
+        metas: dict[str, BasicMeta] = {}
+        for name, meta in self.metas.items():
+            metas.setdefault(names.get(name, name), meta)
+        self.metas = metas
+        for shard in self.shards:  # made for this target
+            shard.fqn = names.get(shard.fqn, shard.fqn)
+        self.optional = {names.get(one, one) if isinstance(one, str) else one for one in self.optional}
+        self.ignorable = {names.get(one, one) if isinstance(one, str) else one for one in self.ignorable}
+        self.fallbacks = {names.get(name, name): origin for name, origin in self.fallbacks.items()}

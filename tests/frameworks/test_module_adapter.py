@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from bytecheckpoint.errors import NameCollisionError, StateError, UnsupportedTensorError
 from bytecheckpoint.frameworks.base import Context
 from bytecheckpoint.frameworks.dtensor import empty_like_dtensor
-from bytecheckpoint.frameworks.module import ModuleAdapter, parameter_layouts
+from bytecheckpoint.frameworks.module import ModuleAdapter
 from bytecheckpoint.frameworks.optimizer import OptimizerAdapter
 from bytecheckpoint.frameworks.tensors import tensor_shards
 from bytecheckpoint.tensors.dtypes import DTYPES
@@ -296,10 +296,9 @@ def test_meta_parameter_that_cannot_be_swapped():
 def test_layouts_of_plain_parameters():
     net = tied()
     net.extra = nn.Parameter(torch.zeros(2, 2))
-    layouts = parameter_layouts(net)
+    layouts = ADAPTER.parameter_layouts(net)
     assert set(layouts) == {id(net.wte.weight), id(net.extra)}
     assert layouts[id(net.wte.weight)].fqns == {"wte.weight": (4, 3)}
-    assert ADAPTER.parameter_layouts(net) == layouts
 
 
 def test_extra_state_of_modules():
@@ -364,7 +363,7 @@ def prove(rank, world_size, kind):
         if shard.fqn != "steps":
             assert torch.equal(shard.tensor, index_of(shard.meta.shape)[shard.box.slices()]), shard
             assert shard.tensor.data_ptr() in held
-    for param, layout in ((p, parameter_layouts(model)[id(p)]) for p in model.parameters()):
+    for param, layout in ((p, ADAPTER.parameter_layouts(model)[id(p)]) for p in model.parameters()):
         local = param.to_local() if isinstance(param, DTensor) else param
         for shard in layout.describe(local.detach(), str)[1]:
             assert torch.equal(shard.tensor, index_of(shard.meta.shape)[shard.box.slices()]), shard
@@ -431,7 +430,7 @@ def unsharded_after_forward(rank, world_size):
         if shard.fqn != "steps":
             assert torch.equal(shard.tensor, index_of(shard.meta.shape)[shard.box.slices()])
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    assert set(parameter_layouts(model)) == held
+    assert set(ADAPTER.parameter_layouts(model)) == held
     zeros = {fqn: torch.zeros(meta.shape) for fqn, meta in source.metas.items()}
     load(model, source, zeros)
     with torch.no_grad():

@@ -277,7 +277,7 @@ def test_torch_own_modules_and_wrappers_are_not_asked_for_a_state_dict():
             "traced": torch.fx.symbolic_trace(nn.Linear(2, 2)),
         }
     )
-    assert find_own_state(named_submodules(nn.DataParallel(net)), loading=True) == []
+    assert find_own_state(named_submodules([nn.DataParallel(net)]), loading=True) == []
 
 
 # ------------------------------------------------------------------------------------------------------- many ranks
@@ -294,7 +294,7 @@ def sharded_round_trip(rank, world_size, path):
             fully_shard(part, mesh=mesh)
         models.append(net)
     plain = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh)
-    assert find_own_state(named_submodules(plain), loading=True) == []
+    assert find_own_state(named_submodules([plain]), loading=True) == []
     saved, net = models
     torch.distributed.broadcast_object_list(packed := [saved["own"].packed])
     bcp.save(path, {"model": saved})

@@ -21,8 +21,6 @@ from ..layout import ParamLayout
 from ..module import ENGINE_COUNTERS, ModuleAdapter, Packed
 from ..module_tree import Slot, is_engine, join_names, modules_of, named_slots, named_submodules, submodules
 from ..optimizer_wrappers import as_list
-from ..pretrained import target_of_stored_names
-from ..unsupported import require_no_masters
 from .partitions import is_partitioned, partitioned_params, partitions_of, take_changes
 
 
@@ -116,16 +114,8 @@ class DeepSpeedAdapter(ModuleAdapter):
             source.values[path] = {key: getattr(engine, key) for key in COUNTERS}
         return source
 
-    def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
-        return target_of_stored_names(
-            modules_of(obj), context, stored, lambda seen: self.make_target(obj, context, seen)
-        )
-
     def make_target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
         engines = _checked_engines(obj, context)
-        modules = modules_of(obj)
-        if not engines:
-            require_no_masters(modules, context.section)
         target = super().make_target(obj, context, stored)
         counters = _counter_paths(engines)
         target.requested_values.update(counters)
@@ -180,7 +170,7 @@ def _expert_names(modules: Sequence[nn.Module]) -> dict[str, str]:
     """
     layer = loaded_class("deepspeed.moe.sharded_moe", "MOELayer")
     renamed: dict[str, str] = {}
-    for prefix, sub in [pair for module in modules for pair in named_submodules(module)] if layer else ():
+    for prefix, sub in named_submodules(modules) if layer else ():
         if isinstance(sub, layer):
             _name_experts(prefix, sub, renamed)
     return renamed
