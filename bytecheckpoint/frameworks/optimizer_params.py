@@ -30,7 +30,9 @@ class NamedParam:
     ``master`` is the copy that the optimizer steps if the model computes in a lower precision; it has the layout of the
     parameter. ``origins`` maps each name to the section and name of the model's tensor that is computed from it.
     ``entry_layouts`` are the layouts of entries of the state that differ from the parameter's, by key. ``is_divided``:
-    the layout has names of parts of the parameter, which were stored one by one.
+    the layout has names of parts of the parameter, which were stored one by one. ``names`` are all names in the
+    parameter, and ``whole_name`` the one under which each plain tensor of the state is stored whole; None if that
+    depends on the tensor.
     """
 
     param: torch.Tensor
@@ -42,11 +44,13 @@ class NamedParam:
     origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     entry_layouts: Mapping[str, ParamLayout] = field(default_factory=dict)
     is_divided: bool = False
+    names: tuple[str, ...] = field(init=False)
+    whole_name: str | None = field(init=False)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every name in the parameter."""
-        return tuple(self.layout.fqns)
+    def __post_init__(self) -> None:
+        self.names = tuple(self.layout.fqns)
+        depends = self.holder.held is not None or self.entry_layouts or is_dtensor(self.param)
+        self.whole_name = None if depends else self.layout.one_whole
 
     @property
     def local_layout(self) -> ParamLayout:
@@ -56,13 +60,6 @@ class NamedParam:
     @cached_property
     def _layout_of_part(self) -> ParamLayout:
         return dtensor_layout(self.names[0], self.param)  # type: ignore[arg-type]
-
-    @cached_property
-    def whole_name(self) -> str | None:
-        """The name under which each plain tensor of the state is stored whole; None if that depends on the tensor."""
-        if self.holder.held is not None or self.entry_layouts or is_dtensor(self.param):
-            return None
-        return self.layout.one_whole
 
     @property
     def state(self) -> Mapping[Any, Any]:

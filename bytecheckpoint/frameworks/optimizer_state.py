@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -241,7 +241,7 @@ class StoredParam:
     is_stateless: bool = False
     has_master: bool = False
 
-    @cached_property
+    @property
     def keys(self) -> list[str]:
         """The keys of ``optimizer.state[param]``, without those of tensors inside a nested entry."""
         nested = tuple(f"{key}." for key, value in self.values.items() if isinstance(value, (dict, list, tuple)))
@@ -294,19 +294,20 @@ class StoredState(dict[str, StoredParam]):
         (matrix or not). Other optimizers may differ on purpose.
         """
         templates: dict[tuple[int, bool], dict[str, tuple[BasicMeta | None, tuple[int, ...]]]] = {}
-        members: list[tuple[StoredParam, tuple[int, ...], tuple[int, bool]]] = []
+        members: list[tuple[tuple[int, bool], StoredParam, list[str], tuple[int, ...]]] = []
         for named in params:
             if _is_of_torch(named, "torch.optim"):
                 for fqn, shape in named.layout.fqns.items():
                     stored = self[fqn]
-                    if stored.keys:
+                    keys = stored.keys
+                    if keys:
                         kind = (id(named.group), len(shape) > 1)
-                        members.append((stored, shape, kind))
+                        members.append((kind, stored, keys, shape))
                         if kind not in templates:
                             templates[kind] = dict.fromkeys(needed_keys(named.holder.optimizer), (None, shape))
-                        templates[kind].update({key: (stored.tensors.get(key), shape) for key in stored.keys})
-        for stored, shape, kind in members:
-            for key in templates[kind].keys() - stored.keys:
+                        templates[kind].update({key: (stored.tensors.get(key), shape) for key in keys})
+        for kind, stored, keys, shape in members:
+            for key in templates[kind].keys() - keys:
                 meta, peer_shape = templates[kind][key]
                 if meta is not None and meta.shape == peer_shape:
                     meta = BasicMeta(meta.dtype, shape)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..errors import MismatchError
-from ..format.values.types import is_number
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionTarget, torch_dtype
 from .dtensor import empty_like_dtensor, is_dtensor
@@ -284,6 +283,7 @@ class StateFiller:
 
     def _add_nested(self, named: NamedParam, key: str, existing: Any, stored: Any) -> None:
         """Lists and dicts get the stored structure. Existing tensors of the stored shape are filled in place."""
+        held: dict[str, Any] = {}
         made: dict[str, torch.Tensor] = {}
         where = f"state.{named.names[0]}"
 
@@ -295,12 +295,13 @@ class StateFiller:
                         f"{where}.{dotted}: the checkpoint lists this tensor in a list or dict but does not contain it",
                         [("missing", f"{where}.{dotted}", "tensor of a nested state")],
                     )
-                old = _at(existing, dotted[len(key) + 1 :])
+                old: Any = held.get(dotted)
                 keep = isinstance(old, torch.Tensor) and tuple(old.shape) == meta.shape
                 made[dotted] = old if keep else self._make(named, dotted, meta)
                 self._found.append((named, dotted, made[dotted]))
             return leaf
 
+        map_leaves(existing, held.setdefault, key, where)
         map_leaves(stored, place, key, where)
         paths = [state_path(fqn, key) for fqn in named.names]
         self.target.requested_values.update(paths)
@@ -311,18 +312,6 @@ class StateFiller:
                 named.own_state()[key] = map_leaves(tree, lambda dotted, leaf: made.get(dotted, leaf), key, where)
 
         self._steps.append(put)
-
-
-def _at(tree: Any, dotted: str) -> Any:
-    """The item at a dotted key of nested containers; None if there is none."""
-    for part in dotted.split("."):
-        if isinstance(tree, Mapping):
-            tree = tree.get(part, tree.get(int(part)) if is_number(part) else None)
-        elif isinstance(tree, (list, tuple)) and is_number(part) and int(part) < len(tree):
-            tree = tree[int(part)]
-        else:
-            return None
-    return tree
 
 
 def _replicated(like: Any, local: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ class MegatronModelAdapter(Adapter):
             metas, described = layout.describe(memory, str)
             target.add(metas, described)
             if has_no_dense_memory(found.tensor):
-                steps.append(partial(_copy_in, found.tensor, memory))
+                steps.append(partial(found.tensor.copy_, memory))  # quantizes again
             if layout.ends_with_padding:
                 for fqn in metas:
                     target.resizable[fqn] = 0
@@ -215,10 +215,6 @@ def _memory(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         )
     dense: torch.Tensor = dequantize()
     return dense.detach()
-
-
-def _copy_in(tensor: torch.Tensor, memory: torch.Tensor) -> None:
-    tensor.copy_(memory)  # quantizes again
 
 
 def zero_padding(memory: torch.Tensor, layout: ParamLayout, rows: int) -> None:

@@ -158,10 +158,9 @@ class _Optimizers:
         self._leaves = [leaf for leaf, *_ in found]
         for leaf, layer_wise, items in found:
             by_tensor = {id(item.tensor): item for item in items}
+            held = frozenset(by_tensor) if layer_wise else None
             for inner in inner_optimizers(leaf):
-                self._add(leaf, inner, by_tensor, owned, context, loading=loading)
-                if layer_wise:
-                    self._parts[-1].holder.held = frozenset(by_tensor)
+                self._add(leaf, inner, by_tensor, owned, held, context, loading=loading)
 
     @property
     def holders(self) -> list[StateHolder]:
@@ -173,6 +172,7 @@ class _Optimizers:
         inner: Any,
         items: Mapping[int, Stepped],
         owned: Mapping[int, OwnedLayout],
+        held: frozenset[int] | None,
         context: Context,
         *,
         loading: bool,
@@ -181,7 +181,7 @@ class _Optimizers:
         # What only some of the optimizers inside an offloaded one have, would divide its groups elsewhere.
         common = {"params", _STEP}.union(*(group for group in leaf.optimizer.param_groups)) - NOT_OPTIONS
         shown = [{key: value for key, value in group.items() if key in common} for group in inner.param_groups]
-        holder = StateHolder(inner, {}, shown)
+        holder = StateHolder(inner, {}, shown, held)
         has_masters = inner is leaf.optimizer and bool(config_of(leaf, SCALED))
         part = _Part(leaf, inner, holder, counts, converts_state(inner), has_masters)
         self._parts.append(part)
