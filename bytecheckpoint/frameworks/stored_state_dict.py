@@ -140,15 +140,19 @@ class StoredStateDict:
             if name.startswith(f"{_GROUPS}.")
         }
         contents = self._contents(stored.values)
+        # The stored names of tensors by key of the parameter, and path in its state.
+        self._tensors = {
+            key: {own: self._stored_name(key, own) for own in _tensors_in(entries, ())}
+            for key, entries in contents.state.items()
+        }
         self._names = self._parameter_names(contents)
-        self._stored_names = {}
-        for key, entries in contents.state.items():
-            if key in self._names:
-                for own in _tensors_in(entries, ()):
-                    name = path_name((_STATE, self._names[key], *own))
-                    self._stored_names[name] = self._stored_name(key, own)
+        self._stored_names = {
+            path_name((_STATE, name, *own)): source
+            for key, name in self._names.items()
+            for own, source in self._tensors.get(key, {}).items()
+        }
         if contents.groups and is_numbered(contents.groups):
-            self._check_shapes(contents.state)
+            self._check_shapes()
         metas = {name: stored.metas[source] for name, source in self._stored_names.items()}
         self.section = StoredSection(metas, self._by_name(contents), {})
 
@@ -246,9 +250,7 @@ class StoredStateDict:
         names = [names for _, names in groups_of(self._params)]
         theirs, ours = [len(group["params"]) for group in groups if group["params"]], [len(some) for some in names]
         if theirs != ours:
-            divided = only_division(
-                [group["params"] for group in groups], self._shapes(contents.state), self._ordered()
-            )
+            divided = only_division([group["params"] for group in groups], self._shapes(), self._ordered())
             if divided is not None:
                 self._context.notes.append(
                     f"{self._context.section}: the checkpoint has a state dict that numbers its parameters, in other "
@@ -268,12 +270,11 @@ class StoredStateDict:
         keys = [key for group in groups for key in group["params"]]
         return dict(zip(keys, (name for some in names for name in some), strict=True))
 
-    def _shapes(self, state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, tuple[int, ...]]:
+    def _shapes(self) -> dict[Any, tuple[int, ...]]:
         """The shape of each parameter whose entries have one shape in common."""
         found: dict[Any, tuple[int, ...]] = {}
-        for key, entries in state.items():
-            own = [path for path in _tensors_in(entries, ()) if len(path) == 1]
-            shapes = {self._stored.metas[self._stored_name(key, path)].shape for path in own} - {()}
+        for key, tensors in self._tensors.items():
+            shapes = {self._stored.metas[source].shape for own, source in tensors.items() if len(own) == 1} - {()}
             if len(shapes) == 1:
                 (found[key],) = shapes
         return found
@@ -290,13 +291,13 @@ class StoredStateDict:
             order.update((fqn, shapes[fqn]) for fqn in names if fqn in shapes)
         return list(order.items()) if order.keys() == shapes.keys() else []
 
-    def _check_shapes(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
+    def _check_shapes(self) -> None:
         """Entries that have the parameter's shape for some parameters must have it for all of them."""
         shapes = {fqn: shape for named in self._params for fqn, shape in named.layout.fqns.items()}
         fits: dict[str, dict[str, bool]] = {}
         for key, fqn in self._names.items():
-            for own in _tensors_in(state.get(key, {}), ()):
-                stored = self._stored.metas[self._stored_name(key, own)].shape
+            for own, source in self._tensors.get(key, {}).items():
+                stored = self._stored.metas[source].shape
                 if stored:
                     # Matrices in lists may be factors of any shape, even by chance the parameter's.
                     kind = str(own[0]) if len(own) == 1 else ""
