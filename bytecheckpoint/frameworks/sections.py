@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,8 +127,6 @@ def resolve_sections(
     device: torch.device | None = None,
 ) -> list[Section]:
     """Find an adapter for every section. Sections are in the order of their names. Raises ``UnknownObjectError``."""
-    notes: list[str] = []
-    resumed: dict[str, tuple[str, str]] = {}
     objects = {name: state[name] for name in sorted(state)}
     adapters = {name: find_adapter(obj, framework, section=name) for name, obj in objects.items()}
 
@@ -137,22 +135,20 @@ def resolve_sections(
         adapter = next((adapters[name] for name, one in objects.items() if one is obj), None) or find_adapter(obj)
         return adapter.parameter_layouts(obj)
 
-    sections = []
-    for name, adapter in adapters.items():
-        context = Context(
-            name,
-            state,
-            rank=rank,
-            world_size=world_size,
-            allow_pickle=allow_pickle,
-            trainable_only=trainable_only,
-            device=device,
-            layouts_of=layouts_of,
-            notes=notes,
-            resumed=resumed,
-        )
-        sections.append(Section(name, objects[name], adapter, context))
-    return sections
+    shared = Context(
+        "",
+        state,
+        rank=rank,
+        world_size=world_size,
+        allow_pickle=allow_pickle,
+        trainable_only=trainable_only,
+        device=device,
+        layouts_of=layouts_of,
+    )
+    return [
+        Section(name, objects[name], adapter, replace(shared, section=name, undo=[]))
+        for name, adapter in adapters.items()
+    ]
 
 
 @contextmanager
