@@ -138,7 +138,7 @@ class _Optimizers:
     def __init__(
         self, obj: Any, context: Context, *, loading: bool = False, buckets: LiveBuckets | None = None
     ) -> None:
-        self._buckets = buckets
+        self._context, self._loading, self._buckets = context, loading, buckets
         self.params: list[NamedParam] = []
         self.copies: set[int] = set()
         self._parts: list[_Part] = []
@@ -158,30 +158,21 @@ class _Optimizers:
         self._leaves = [leaf for leaf, *_ in found]
         for leaf, layer_wise, items in found:
             by_tensor = {id(item.tensor): item for item in items}
-            held = frozenset(by_tensor) if layer_wise else None
             for inner in inner_optimizers(leaf):
-                self._add(leaf, inner, by_tensor, owned, held, context, loading=loading)
+                self._add(leaf, inner, by_tensor, owned, is_divided=layer_wise)
 
     @property
     def holders(self) -> list[StateHolder]:
         return [part.holder for part in self._parts]
 
     def _add(
-        self,
-        leaf: Any,
-        inner: Any,
-        items: Mapping[int, Stepped],
-        owned: Mapping[int, OwnedLayout],
-        held: frozenset[int] | None,
-        context: Context,
-        *,
-        loading: bool,
+        self, leaf: Any, inner: Any, items: Mapping[int, Stepped], owned: Mapping[int, OwnedLayout], *, is_divided: bool
     ) -> None:
         counts = type(inner).__module__.partition(".")[0] in ("apex", "transformer_engine")
         # What only some of the optimizers inside an offloaded one have, would divide its groups elsewhere.
         common = {"params", _STEP}.union(*(group for group in leaf.optimizer.param_groups)) - NOT_OPTIONS
         shown = [{key: value for key, value in group.items() if key in common} for group in inner.param_groups]
-        holder = StateHolder(inner, {}, shown, held)
+        holder = StateHolder(inner, {}, shown, frozenset(items) if is_divided else None)
         has_masters = inner is leaf.optimizer and bool(config_of(leaf, SCALED))
         part = _Part(leaf, inner, holder, counts, converts_state(inner), has_masters)
         self._parts.append(part)
@@ -192,21 +183,14 @@ class _Optimizers:
                 layout = owned.get(id(item.model_param)) if item is not None else None
                 if item is None or layout is None:
                     raise StateError(
-                        f"section {context.section!r}: {type(leaf).__name__} steps a tensor of shape "
+                        f"section {self._context.section!r}: {type(leaf).__name__} steps a tensor of shape "
                         f"{tuple(param.shape)} that belongs to no model of the state. Add all chunks of the model, for "
                         "example as 'model'"
                     )
-                self._add_param(part, group, item, layout, count, loading=loading)
+                self._add_param(part, group, item, layout, count)
 
     def _add_param(
-        self,
-        part: _Part,
-        group: MutableMapping[str, Any],
-        item: Stepped,
-        owned: OwnedLayout,
-        count: Any,
-        *,
-        loading: bool,
+        self, part: _Part, group: MutableMapping[str, Any], item: Stepped, owned: OwnedLayout, count: Any
     ) -> None:
         param, key = _flat(item.tensor, item.tensor), item.tensor
         layout = owned.layout if item.span is None else owned.layout.narrowed(item.span[0], item.span[1] - item.span[0])
@@ -224,7 +208,7 @@ class _Optimizers:
             )
         held = state.pop(OWN_MASTER, None)
         if part.has_masters and param.dtype != torch.float32:
-            master = fp32_state(part.optimizer, param, OWN_MASTER) if held is None and loading else held
+            master = fp32_state(part.optimizer, param, OWN_MASTER) if held is None and self._loading else held
         if state and count is not None:
             state[_STEP] = torch.tensor(float(count), dtype=torch.float32)
         if state:
