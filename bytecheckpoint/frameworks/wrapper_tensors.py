@@ -78,10 +78,11 @@ def held_wrapper(fqn: str, tensor: torch.Tensor) -> HeldWrapper:
     held = HeldWrapper(record, tuple(names), {}, [])
     if box is None:  # the ranks with elements describe it
         return held
+    part_of = HeldPart(local, shape, box)
     for name in names:
-        inner = dense_view(f"{fqn}.{name}", getattr(local, name))
-        role = "grid" if flat is None else "constant" if name in flat.constants else "items"
-        _place(held, f"{fqn}.{name}", inner, local, shape, box, role)
+        shard = part_of.part(f"{fqn}.{name}", dense_view(f"{fqn}.{name}", getattr(local, name)), flat, name)
+        held.metas[shard.fqn] = shard.meta
+        held.shards.append(shard)
     return held
 
 
@@ -128,63 +129,57 @@ def make_wrapper(fqn: str, record: Any, like: torch.Tensor, device: torch.device
     return dtensor_around(like, made) if is_dtensor(like) else made
 
 
-def _place(
-    held: HeldWrapper,
-    fqn: str,
-    inner: torch.Tensor,
-    local: torch.Tensor,
-    shape: tuple[int, ...],
-    box: Box,
-    role: str,
-) -> None:
-    """Add one inner tensor. ``box`` is the part of the global ``shape`` that ``local`` holds."""
-    global_shape, part = tuple(inner.shape), Box.whole(tuple(inner.shape))
-    if role == "items":
-        size = local.numel() // max(inner.numel(), 1)
-        if size * inner.numel() != local.numel() or not inner.is_contiguous():
-            raise _refusal(fqn, local, f"{inner.numel()} items do not divide {local.numel()} elements into blocks")
-        global_shape, part = _items_part(fqn, local, size, shape, box)
-        inner = inner.view(part.lengths)
-    elif role == "grid" and box.lengths != shape:
-        global_shape, part = _grid_part(fqn, local, global_shape, shape, box)
-    held.metas[fqn] = basic_meta(inner.dtype, global_shape)
-    held.shards.append(Shard(fqn, held.metas[fqn], part, inner))
+class HeldPart(NamedTuple):
+    """The wrapper ``local``, which holds ``box`` of a tensor of the global ``shape``."""
 
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box
 
-def _grid_part(
-    fqn: str, local: torch.Tensor, blocks: tuple[int, ...], shape: tuple[int, ...], box: Box
-) -> tuple[tuple[int, ...], Box]:
-    """Global shape and box of an inner tensor that has one element for each block of the local tensor."""
-    lengths = tuple(local.shape)
-    if len(blocks) != len(shape) or any(n == 0 or size % n for size, n in zip(lengths, blocks, strict=True)):
-        raise _refusal(fqn, local, f"its shape {blocks} does not divide the local shape {lengths} into equal blocks")
-    return _in_blocks(fqn, local, [size // n for size, n in zip(lengths, blocks, strict=True)], shape, box)
+    def part(self, fqn: str, inner: torch.Tensor, flat: _Flat | None, name: str) -> Shard:
+        """An inner tensor. Raises ``UnsupportedTensorError`` if it cannot be placed in a global tensor."""
+        global_shape, box = tuple(inner.shape), Box.whole(tuple(inner.shape))
+        if flat is not None and name not in flat.constants:
+            size = self.local.numel() // max(inner.numel(), 1)
+            if size * inner.numel() != self.local.numel() or not inner.is_contiguous():
+                reason = f"{inner.numel()} items do not divide {self.local.numel()} elements into blocks"
+                raise _refusal(fqn, self.local, reason)
+            global_shape, box = self.items(fqn, size)
+            inner = inner.view(box.lengths)
+        elif flat is None and self.box.lengths != self.shape:
+            global_shape, box = self.grid(fqn, global_shape)
+        return Shard(fqn, basic_meta(inner.dtype, global_shape), box, inner)
 
+    def grid(self, fqn: str, blocks: tuple[int, ...]) -> tuple[tuple[int, ...], Box]:
+        """Global shape and box of an inner tensor that has one element for each block of the local tensor."""
+        lengths = tuple(self.local.shape)
+        if len(blocks) != len(lengths) or any(n == 0 or size % n for size, n in zip(lengths, blocks, strict=True)):
+            reason = f"its shape {blocks} does not divide the local shape {lengths} into equal blocks"
+            raise _refusal(fqn, self.local, reason)
+        return self._in_blocks(fqn, [size // n for size, n in zip(lengths, blocks, strict=True)])
 
-def _in_blocks(
-    fqn: str, local: torch.Tensor, extents: Sequence[int], shape: tuple[int, ...], box: Box
-) -> tuple[tuple[int, ...], Box]:
-    """The shape and the box in units of blocks."""
-    if any(
-        n % e or o % e or length % e for n, o, length, e in zip(shape, box.offsets, box.lengths, extents, strict=True)
-    ):
-        raise _refusal(fqn, local, f"blocks of {prod(extents)} elements cross the edges of {box} of {list(shape)}")
-    counts = [tuple(n // e for n, e in zip(sizes, extents, strict=True)) for sizes in (shape, box.offsets, box.lengths)]
-    return counts[0], Box(counts[1], counts[2])
+    def _in_blocks(self, fqn: str, extents: Sequence[int]) -> tuple[tuple[int, ...], Box]:
+        """The shape and the box in units of blocks."""
+        parts = (self.shape, self.box.offsets, self.box.lengths)
+        if any(n % e for sizes in parts for n, e in zip(sizes, extents, strict=True)):
+            raise self._crossing(fqn, prod(extents))
+        counts = [tuple(n // e for n, e in zip(sizes, extents, strict=True)) for sizes in parts]
+        return counts[0], Box(counts[1], counts[2])
 
-
-def _items_part(
-    fqn: str, local: torch.Tensor, size: int, shape: tuple[int, ...], box: Box
-) -> tuple[tuple[int, ...], Box]:
-    """Global shape and box of items that each stand for ``size`` consecutive elements of the local memory."""
-    extents = _block_extents(shape, size)
-    if extents is None:
+    def items(self, fqn: str, size: int) -> tuple[tuple[int, ...], Box]:
+        """Global shape and box of items that each stand for ``size`` consecutive elements of the local memory."""
+        extents = _block_extents(self.shape, size)
+        if extents is not None:
+            return self._in_blocks(fqn, extents)
         # One dimension of items: the part must be one range of the flattened global tensor.
-        first, stop = _flat_range(shape, box)
-        if stop - first != box.numel or first % size or stop % size or prod(shape) % size:
-            raise _refusal(fqn, local, f"blocks of {size} elements cross the edges of {box} of {list(shape)}")
-        return (prod(shape) // size,), Box((first // size,), ((stop - first) // size,))
-    return _in_blocks(fqn, local, extents, shape, box)
+        first, stop = _flat_range(self.shape, self.box)
+        if stop - first != self.box.numel or first % size or stop % size or prod(self.shape) % size:
+            raise self._crossing(fqn, size)
+        return (prod(self.shape) // size,), Box((first // size,), ((stop - first) // size,))
+
+    def _crossing(self, fqn: str, size: int) -> UnsupportedTensorError:
+        reason = f"blocks of {size} elements cross the edges of {self.box} of {list(self.shape)}"
+        return _refusal(fqn, self.local, reason)
 
 
 def _block_extents(shape: Sequence[int], size: int) -> list[int] | None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import MismatchError, NameCollisionError, UnsupportedTensorError
-from bytecheckpoint.frameworks.wrapper_tensors import _grid_part, _items_part
+from bytecheckpoint.frameworks.wrapper_tensors import HeldPart
 from bytecheckpoint.tensors.geometry import Box
 
 pytestmark = pytest.mark.sampled(4, of=__name__)
@@ -88,7 +88,7 @@ def test_items_stand_for_the_same_elements_in_the_part_and_in_the_whole(part, si
     blocks = torch.arange(prod(shape)).reshape(shape)[box.slices()].reshape(-1, size)
     exact = bool(((blocks - blocks[:, :1]) == torch.arange(size)).all() and (blocks[:, 0] % size == 0).all())
     try:
-        global_shape, found = _items_part("w", torch.empty(0), size, shape, box)
+        global_shape, found = HeldPart(torch.empty(0), shape, box).items("w", size)
     except UnsupportedTensorError:
         # One row of items cannot express blocks that are apart in the flattened tensor.
         apart = bool((blocks[1:, 0] - blocks[:-1, 0] != size).any())
@@ -101,9 +101,9 @@ def test_items_stand_for_the_same_elements_in_the_part_and_in_the_whole(part, si
 
 def test_global_shape_of_items_does_not_depend_on_the_part():
     for shape, size in product([(8, 6), (4, 2, 8), (16,)], [1, 2, 4]):
-        whole, _ = _items_part("w", torch.empty(0), size, shape, Box.whole(shape))
+        whole, _ = HeldPart(torch.empty(0), shape, Box.whole(shape)).items("w", size)
         half = Box((0,) * len(shape), (shape[0] // 2, *shape[1:]))
-        assert _items_part("w", torch.empty(0), size, shape, half)[0] == whole
+        assert HeldPart(torch.empty(0), shape, half).items("w", size)[0] == whole
         assert prod(whole) * size == prod(shape)
 
 
@@ -115,7 +115,7 @@ def test_blocks_of_a_grid_stand_for_the_same_elements(part, data):
     blocks = tuple(n // e for n, e in zip(box.lengths, extents))
     local = torch.empty(box.lengths)
     try:
-        global_shape, found = _grid_part("w", local, blocks, shape, box)
+        global_shape, found = HeldPart(local, shape, box).grid("w", blocks)
     except UnsupportedTensorError:
         assert any(o % e or n % e for o, n, e in zip(box.offsets, shape, extents))
         return
