@@ -10,7 +10,7 @@ private attributes of FSDP-1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -41,7 +41,8 @@ class FSDP1Adapter(ModuleAdapter):
 
     def slots(self, modules: Sequence[nn.Module]) -> list[Slot]:
         flats = flat_params(modules)
-        managed = {place for flat in flats for place in flat.owned}
+        infos = [info for flat in flats for info in (*flat.flat._param_infos, *flat.flat._shared_param_infos)]
+        managed = {(id(info.module), info.param_name) for info in infos}
         own = {id(flat.flat) for flat in flats}
         return [
             slot
@@ -115,12 +116,6 @@ class FlatParam(Packed):
             return OriginalParam(fqns, whole, whole.narrowed(0, 0), 0)
         held = whole.narrowed(info.intra_param_start_idx, info.numel_in_shard)
         return OriginalParam(fqns, whole, held, info.offset_in_shard)
-
-    @property
-    def owned(self) -> Iterator[tuple[int, str]]:
-        """Module ``id`` and attribute name of every parameter slot that FSDP manages, including its own."""
-        for info in (*self.flat._param_infos, *self.flat._shared_param_infos):
-            yield id(info.module), info.param_name
 
     def _layout(self) -> ParamLayout:
         """The layout of the complete local shard. Padding belongs to no part."""

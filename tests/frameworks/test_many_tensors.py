@@ -181,6 +181,15 @@ def test_a_mapping_is_filled_as_its_tensors_are_one_by_one(
     assert together == described()
 
 
+def test_a_tied_tensor_is_filled_from_its_first_stored_name() -> None:
+    tensor = torch.zeros(2)
+    target = SectionTarget()
+    stored = StoredSection({"b": tensor_shards("b", tensor)[0]["b"]}, {}, {})
+    assert TreeBuilder(_context(), stored, target).visit({"a": tensor, "b": tensor, "c": tensor}) is None
+    assert [shard.fqn for shard in target.shards] == list(target.metas) == ["b"]
+    assert target.aliases == {"a": "b", "c": "b"}
+
+
 def _shared_step(state: dict[Any, dict[str, Any]]) -> None:
     step = torch.tensor(3.0)
     for entries in state.values():
