@@ -24,9 +24,10 @@ from ..errors import HIDDEN_PASSWORD, CheckpointError, CorruptionError, KeyNotFo
 from ..format.manifest.envelope import MANIFEST_KEY
 from ..runtime import DEFAULT_DEADLINE_S
 from ..storage_backends import ObjectStat, ObjectWriter, StorageBackend, open_backend, open_like
-from ..storage_backends.base import Conditions, ObjectReader
+from ..storage_backends.base import ObjectReader
 from ..storage_backends.keys import TEMPORARY_PREFIX
 from ..storage_backends.local.backend import LocalBackend
+from ..storage_backends.wrapping import WrappingBackend
 from .attempts import ATTEMPT_PREFIX
 from .lineage import ROLLBACK_KEY, Abandoned
 from .location import Location, Silence, Tier
@@ -74,32 +75,19 @@ def open_nearest(location: Location, deadline_s: float = DEFAULT_DEADLINE_S) -> 
     return store if tier is None else NearestBackend(tier, store, location.silence)
 
 
-class NearestBackend(StorageBackend):
+class NearestBackend(WrappingBackend):
     """Reads data files in ``near`` where they are there, and everything else in ``far``.
 
     Writes nothing to ``near``, except the record of a rollback, which a search needs while the store does not answer.
     """
 
     def __init__(self, tier: Tier, far: StorageBackend, silence: Silence) -> None:
-        self._tier, self._near, self._far, self.options = tier, open_tier(tier.path, far), far, far.options
-        self._silence = silence
-        self.is_remote, self.read_size, self.atomic_writer = far.is_remote, far.read_size, far.atomic_writer
+        super().__init__(far)
+        self._tier, self._near, self._far, self._silence = tier, open_tier(tier.path, far), far, silence
         self._lock = threading.Lock()
         self._here: set[str] = set()  # data files that were read in near
         self._elsewhere: set[str] = set()  # data files that are not in near
         self._damaged: set[str] = set()  # descriptions of what could not be read in near
-
-    @property
-    def url(self) -> str:
-        return self._far.url
-
-    @property
-    def deadline_s(self) -> float:
-        return self._far.deadline_s
-
-    @deadline_s.setter
-    def deadline_s(self, value: float) -> None:
-        self._far.deadline_s = value
 
     def fall_back(self, error: CorruptionError | StorageError) -> StorageBackend | None:
         """Return the store, if it is the copy on this machine that is damaged."""
@@ -246,12 +234,6 @@ class NearestBackend(StorageBackend):
 
     # -- the store alone -----------------------------------------------------------------------------------------
 
-    def endpoint(self) -> str:
-        return self._far.endpoint()
-
-    def conditions(self) -> Conditions:
-        return self._far.conditions()
-
     def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
         if key != ROLLBACK_KEY:
             return self._far.put(key, data, if_absent=if_absent, if_version=if_version)
@@ -268,9 +250,6 @@ class NearestBackend(StorageBackend):
 
     def delete(self, keys: Sequence[str]) -> None:
         self._far.delete(keys)
-
-    def close(self) -> None:
-        self._far.close()
 
 
 def _is_pending(folder: str) -> bool:

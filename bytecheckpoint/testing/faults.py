@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from typing_extensions import Buffer
 
 from ..errors import StorageError, UsageError
-from ..storage_backends.base import Conditions, IncompleteUpload, ObjectStat, ObjectWriter, PartWriter, StorageBackend
+from ..storage_backends.base import IncompleteUpload, ObjectStat, ObjectWriter, PartWriter, StorageBackend
+from ..storage_backends.wrapping import WrappingBackend
 
 OPERATIONS = (
     "put",
@@ -116,7 +117,7 @@ class FaultRule:
         return self.error if self.error is None or isinstance(self.error, BaseException) else self.error()
 
 
-class FaultyBackend(StorageBackend):
+class FaultyBackend(WrappingBackend):
     """A backend that passes operations on to another one, except those on which a rule acts.
 
     If several rules act on an operation, the first one decides. Every rule counts every match.
@@ -127,23 +128,8 @@ class FaultyBackend(StorageBackend):
     """
 
     def __init__(self, inner: StorageBackend, rules: Sequence[FaultRule] = ()) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.rules = [*rules]
-        self.atomic_writer = inner.atomic_writer
-        self.is_remote = inner.is_remote
-        self.read_size = inner.read_size
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    @property
-    def deadline_s(self) -> float:
-        return self.inner.deadline_s
-
-    @deadline_s.setter
-    def deadline_s(self, seconds: float) -> None:
-        self.inner.deadline_s = seconds
 
     def _around(self, call: Call, operation: Callable[[int | None], _T]) -> _T:
         """Run an operation, which is a function of the number of bytes to transfer, ``None`` for all."""
@@ -165,12 +151,6 @@ class FaultyBackend(StorageBackend):
         if error is not None:
             raise error
         return result
-
-    def endpoint(self) -> str:
-        return self.inner.endpoint()
-
-    def conditions(self) -> Conditions:
-        return self.inner.conditions()
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
         view = memoryview(bytes(data))
@@ -237,15 +217,6 @@ class FaultyBackend(StorageBackend):
                 Call("abort_incomplete", upload.key),
                 lambda cut, upload=upload: self.inner.abort_incomplete([upload]),  # type: ignore[misc]
             )
-
-    def staleness_s(self) -> float:
-        return self.inner.staleness_s()
-
-    def free_bytes(self) -> int | None:
-        return self.inner.free_bytes()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class _FaultyObject:

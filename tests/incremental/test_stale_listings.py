@@ -185,8 +185,13 @@ def test_no_save_refers_to_a_file_that_only_a_listing_has(
     check(tmp_path / "step-2", 2)
 
 
+@pytest.mark.parametrize("tier", [None, "tier"])
 def test_what_is_read_from_a_mount_is_read_again_before_it_counts_as_damaged(
-    tmp_path: Path, listings: Listings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    listings: Listings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tier: str | None,
 ) -> None:
     save(tmp_path / "step-1", 1)
     read, stale = LocalReader.read, [True]
@@ -199,7 +204,8 @@ def test_what_is_read_from_a_mount_is_read_again_before_it_counts_as_damaged(
             for view in views:
                 view[:] = bytes(len(view))
 
-    opened = bcp.open(tmp_path / "step-1")
+    place = bcp.Location(tmp_path / "step-1", tier=None if tier is None else bcp.Tier(tmp_path / tier))
+    opened = bcp.open(place)
     monkeypatch.setattr(LocalReader, "read", read_stale)
     assert opened["tree.t"].load().unique().tolist() == [1]
     assert not stale
