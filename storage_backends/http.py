@@ -81,16 +81,21 @@ class HttpBackend(RemoteBackend[_Client]):
 
     schemes: ClassVar[tuple[str, ...]] = ("http", "https")
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, **options: Any) -> None:
         """Open a URL. No request is sent.
 
         Args:
             url: The root. A user and a password in it are sent as basic authentication.
-            headers: Headers of every request, such as ``Authorization``.
+            **options: ``headers`` of every request, such as ``Authorization``.
 
         Raises:
-            UnsupportedURLError: The URL has no host, or has a query or a fragment.
+            UnsupportedURLError: The URL has no host, or has a query or a fragment; or there are other options.
         """
+        headers = options.pop("headers", None) or {}
+        if options:
+            raise UnsupportedURLError(f"HTTP takes the option headers=, got {sorted(options)}")
+        if not isinstance(headers, Mapping):
+            raise UnsupportedURLError("headers= must be a mapping of strings")
         parts = urlsplit(url)
         if not parts.hostname:
             raise UnsupportedURLError(f"{url!r} has no host")
@@ -103,30 +108,13 @@ class HttpBackend(RemoteBackend[_Client]):
         host = parts.netloc.rpartition("@")[2]
         self._root = f"{parts.scheme}://{host}{quote(unquote(parts.path), safe='/~')}".rstrip("/")
         # Compressed replies have other lengths and ranges than the object.
-        self._headers = {"Accept-Encoding": "identity", **(headers or {})}
+        self._headers = {"Accept-Encoding": "identity", **headers}
         if parts.username is not None:
             user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = f"Basic {b64encode(user.encode()).decode()}"
 
-    @classmethod
-    def from_url(cls, url: str, **options: Any) -> HttpBackend:
-        """Open a URL; the option ``headers=`` is a mapping."""
-        headers = options.pop("headers", None)
-        if options:
-            raise UnsupportedURLError(f"HTTP takes the option headers=, got {sorted(options)}")
-        if headers is not None and not isinstance(headers, Mapping):
-            raise UnsupportedURLError("headers= must be a mapping of strings")
-        return cls(url, headers=headers)
-
-    def put(self, key: str, data: object, *, if_absent: bool = False, if_version: str = "") -> str:
-        self._refuse("writing", key)
-
     def create(self, key: str, size: int, *, at_most: bool = False) -> ObjectWriter:
         self._refuse("writing", key)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._refuse("deleting", key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         raise self._no_listing()
@@ -178,7 +166,7 @@ class HttpBackend(RemoteBackend[_Client]):
         self._refuse("writing", key)
 
     def _session(self) -> _Client:
-        return _sessions.find(_Client, self._root)
+        return _sessions.find(_Client, self.display_url, self._root)
 
     def _url_of(self, key: str) -> str:
         return f"{self._root}/{quote(key, safe='/~')}"
@@ -198,4 +186,4 @@ class HttpBackend(RemoteBackend[_Client]):
         )
 
 
-_sessions = Sessions()
+_sessions = Sessions(_explain)

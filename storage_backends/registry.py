@@ -92,8 +92,7 @@ def folder_name(backend: StorageBackend) -> str:
     Returns:
         The last component of its path; empty if it has no parent, or the component cannot be part of a key.
     """
-    _, parent, name = _split_folder(backend)
-    return name if parent else ""
+    return _split_folder(backend)[1]
 
 
 def parent_url(backend: StorageBackend) -> str:
@@ -105,21 +104,19 @@ def parent_url(backend: StorageBackend) -> str:
     Returns:
         The URL; empty if the root has no parent, or is a chain.
     """
-    before, parent, _ = _split_folder(backend)
-    return before + parent if parent else ""
+    return _split_folder(backend)[0]
 
 
-def _split_folder(backend: StorageBackend) -> tuple[str, str, str]:
-    """Split the URL of a backend into what precedes its path, the parent in the path, and the name."""
+def _split_folder(backend: StorageBackend) -> tuple[str, str]:
+    """Split the URL of a backend into that of its parent and its name; both are empty if there is no parent."""
     if _CHAIN.match(backend.url):
-        return backend.url, "", ""
+        return "", ""
     before, path, _ = _split_at_path(backend.url)
     if not before:
         path = os.path.realpath(path)
     parent, slash, name = path.rstrip("/").rpartition("/")
-    if not is_object_key(name):
-        return before, "", ""
-    return before, parent or ("" if before else slash), name
+    parent = parent or ("" if before else slash)
+    return (before + parent, name) if parent and is_object_key(name) else ("", "")
 
 
 def _open(text: str, options: dict[str, Any]) -> StorageBackend:
@@ -139,7 +136,7 @@ def _open(text: str, options: dict[str, Any]) -> StorageBackend:
     if scheme in ("http", "https"):
         from .http import HttpBackend
 
-        return HttpBackend.from_url(text, **options)
+        return HttpBackend(text, **options)
     if scheme in SCHEMES:
         return _open_cloud(scheme, text, options)
     return _open_with_fsspec(scheme, text, options)
@@ -297,8 +294,8 @@ def _open_with_fsspec(scheme: str, url: str, options: dict[str, Any], *, command
     if scheme in _S3 and "::" not in url:
         from .s3.backend import S3Backend
 
-        return S3Backend.from_url(url, **options)
-    return FsspecBackend.from_url(url, **options)
+        return S3Backend(url, **options)
+    return FsspecBackend(url, **options)
 
 
 def _scheme_of(text: str) -> str:

@@ -52,7 +52,7 @@ from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_prefix, is_obj
 from ..posix import map_os_error
 from ..remote.backend import Condition, Found, RemoteBackend
 from ..remote.failures import Failure, Meaning, OutOfRangeError, Secrets, common_failure
-from ..remote.parts import Upload, part_bytes_for
+from ..remote.parts import OrderedUpload, Upload, part_bytes_for
 from ..remote.session import EndpointSession, Request, states_of_files
 from .connection import Connection, connect, flush_to_device, reject_caches, temporary_path
 
@@ -135,17 +135,11 @@ class FsspecBackend(RemoteBackend[EndpointSession]):
         self._abandoned: list[Connection] = []
         reject_caches(url)
 
-    @classmethod
-    def from_url(cls, url: str, **options: Any) -> FsspecBackend:
-        return cls(url, **options)
-
     def conditions(self) -> Conditions:
-        def find() -> Conditions:
-            connection = self._take()
-            self._give_back(connection)
+        def find(connection: Connection) -> Conditions:
             return Conditions(if_absent=connection.has_conditional_put)
 
-        return self._ask(f"opening {self.display_url}", lambda _: call_daemon(find))
+        return self._ask(f"opening {self.display_url}", lambda _: self._call(find))
 
     async def _send_put(
         self, session: EndpointSession, key: str, content: memoryview, condition: Condition | None
@@ -296,14 +290,12 @@ class FsspecBackend(RemoteBackend[EndpointSession]):
             self._idle.append(connection)
 
 
-class _FsspecUpload(Upload):
+class _FsspecUpload(OrderedUpload):
     """Writes parts in order to a file that exists under its name once it is complete."""
 
-    in_order = True
-
     def __init__(self, connection: Connection, key: str, size: int, deadline_s: float) -> None:
-        self._connection, self._deadline_s = connection, deadline_s
-        self._lock, self._is_broken, self._is_complete, self._size = asyncio.Lock(), False, False, 0
+        super().__init__(deadline_s)
+        self._connection, self._is_complete, self._size = connection, False, 0
         self._path = connection.path(key)
         self._temporary = "" if connection.is_object_store else temporary_path(self._path)
         self._file: Any = (
@@ -313,12 +305,7 @@ class _FsspecUpload(Upload):
         )
 
     async def send(self, number: int, data: memoryview) -> str:
-        async with self._lock:
-            if self._is_broken:
-                raise ConnectionAbortedError("an earlier part has failed")
-            self._is_broken = True
-            await self._call(lambda: self._write(data))
-            self._is_broken = False
+        await self._in_turn(lambda: call_daemon(lambda: self._write(data)))
         return ""
 
     def _write(self, data: memoryview) -> None:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,7 +30,7 @@ from ..base import Conditions, ObjectStat
 from ..keys import check_children_prefix, check_prefix, is_object_key
 from ..remote.backend import Condition, Found, RemoteBackend
 from ..remote.failures import Failure, Meaning, Secrets, ShortReplyError, common_failure
-from ..remote.parts import PARTS_IN_FLIGHT, Upload, part_bytes_for
+from ..remote.parts import PARTS_IN_FLIGHT, OrderedUpload, Upload, part_bytes_for
 from ..remote.session import EndpointSession, Request, Sessions, states_of_files
 from .roots import SCHEMES, StoreRoot
 
@@ -78,10 +79,6 @@ def _meaning(error: BaseException, text: str, status: int) -> Meaning:
     return Meaning.UNANSWERED if isinstance(error, GenericError) and not status else Meaning.OTHER
 
 
-def _secrets_of(store_root: StoreRoot) -> Secrets:
-    return Secrets(options={**store_root.config, **store_root.client_options})
-
-
 class ObstoreClient(EndpointSession):
     """The connection to one container. obstore repeats the requests of uploads and listings, the session all others.
 
@@ -92,7 +89,7 @@ class ObstoreClient(EndpointSession):
     """
 
     def __init__(self, store_root: StoreRoot, deadline_s: float) -> None:
-        super().__init__(explain, secrets=_secrets_of(store_root))
+        super().__init__(explain, secrets=Secrets(options={**store_root.config, **store_root.client_options}))
         self.version_field = "version" if store_root.store == "GCSStore" else "e_tag"
         try_s = min(deadline_s, max(_LEAST_TRY_S, deadline_s / _TRIES))
 
@@ -170,8 +167,6 @@ class ObstoreBackend(RemoteBackend[ObstoreClient]):
         reply = await obstore.get_async(client.store, self._root + key, options={"range": span})
         accept(Found(*reply.range, reply.meta["size"], client.version(reply.meta)))
         content: Buffer = await reply.bytes_async()
-        if memoryview(content).nbytes != span[1] - span[0]:
-            raise ShortReplyError(f"requested {span[1] - span[0]} bytes, the reply has {memoryview(content).nbytes}")
         return content
 
     async def _send_get(self, client: ObstoreClient, key: str, check_size: Callable[[int], None]) -> tuple[bytes, str]:
@@ -223,30 +218,27 @@ class ObstoreBackend(RemoteBackend[ObstoreClient]):
         return sorted(path[len(folder) :] for path in paths if is_object_key(path[len(self._root) :].rstrip("/")))
 
     def _session(self) -> ObstoreClient:
-        _OfProcess.check(self.display_url)
+        if _first_process() != os.getpid():
+            raise StorageError(
+                f"{self.display_url}: obstore cannot be used in a process that was forked from one that has used it; "
+                "open the store again, which then uses fsspec, or start the process with 'spawn'"
+            )
         store_root, deadline_s = self._store_root, self.deadline_s
         options = (store_root.store, store_root.container, store_root.config, store_root.client_options, deadline_s)
         files = states_of_files({**store_root.config, **store_root.client_options})
-        try:
-            return _sessions.find(lambda: ObstoreClient(store_root, deadline_s), *options, files)
-        except Exception as error:  # noqa: BLE001 - what it shows may be a secret
-            secrets = _secrets_of(store_root)
-            text = f"opening {self.display_url}: {secrets.hide(explain(error).text)}"
-            raise StorageError(text) from secrets.hide_in(error)
+        return _sessions.find(lambda: ObstoreClient(store_root, deadline_s), self.display_url, *options, files)
 
 
-class _ObstoreUpload(Upload):
+class _ObstoreUpload(OrderedUpload):
     """Passes parts to one of obstore's writers, in order, which sends them from this memory, several at a time.
 
     It does not report that the store has confirmed a part, but drops the part's array then. The last part, if it is
     shorter than the others, waits for ``complete``, because obstore would hold it without sending it.
     """
 
-    in_order = True
-
     def __init__(self, client: ObstoreClient, path: str, part_bytes: int, deadline_s: float) -> None:
-        self._part_bytes, self._deadline_s, self._last = part_bytes, deadline_s, b""
-        self._lock, self._is_broken = asyncio.Lock(), False
+        super().__init__(deadline_s)
+        self._part_bytes, self._last = part_bytes, b""
         self._file: Any = obstore.open_writer_async(
             client.patient_store, path, buffer_size=part_bytes, max_concurrency=PARTS_IN_FLIGHT
         )
@@ -261,21 +253,13 @@ class _ObstoreUpload(Upload):
         # Only obstore may keep it, and not a frame of this call that an exception refers to.
         handed = [content]
         del content
-        async with self._lock:
-            await self._write(handed)
+        await self._in_turn(lambda: self._file.write(handed.pop()))
         await asyncio.wait_for(dropped.wait(), self._deadline_s)
         return ""
 
-    async def _write(self, handed: list[Any]) -> None:
-        if self._is_broken:
-            raise ConnectionAbortedError("an earlier part has failed")
-        self._is_broken = True
-        await asyncio.wait_for(self._file.write(handed.pop()), self._deadline_s)
-        self._is_broken = False
-
     async def complete(self, tags: Sequence[str]) -> None:
         if self._last:
-            await self._write([self._last])
+            await self._in_turn(lambda: self._file.write(self._last))
         await asyncio.wait_for(self._file.close(), self._deadline_s)
 
     async def abort(self) -> None:
@@ -283,25 +267,15 @@ class _ObstoreUpload(Upload):
             await asyncio.wait_for(self._file.__aexit__(StorageError, None, None), _ABORT_S)
 
 
-class _OfProcess:
-    """The process that has used obstore first. Its threads are missing in forked children, where calls would hang."""
-
-    pid = 0
-
-    @classmethod
-    def check(cls, where: str) -> None:
-        """Raise ``StorageError`` if the process was forked from one that has used obstore."""
-        if is_inherited():
-            raise StorageError(
-                f"{where}: obstore cannot be used in a process that was forked from one that has used it; open the "
-                "store again, which then uses fsspec, or start the process with 'spawn'"
-            )
-        cls.pid = os.getpid()
+@cache
+def _first_process() -> int:
+    """Return the process that has used obstore first. Its threads are missing in forked children: calls would hang."""
+    return os.getpid()
 
 
 def is_inherited() -> bool:
     """Whether this process was forked from one that has used obstore."""
-    return _OfProcess.pid not in (0, os.getpid())
+    return bool(_first_process.cache_info().currsize) and _first_process() != os.getpid()
 
 
-_sessions = Sessions("AZURE_", "GOOGLE_")
+_sessions = Sessions(explain, "AZURE_", "GOOGLE_")

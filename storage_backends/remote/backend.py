@@ -227,11 +227,16 @@ class RemoteBackend(StorageBackend, Generic[_S]):
             size = self.stat(key).size
             check_end(size)
             return size, version
+
+        async def send() -> Buffer | None:
+            content = await self._send_read(session, key, offset, views, accept)
+            if content is not None and (count := memoryview(content).nbytes) != end - offset:
+                raise ShortReplyError(f"requested {end - offset} bytes, the reply has {count}")
+            return content
+
         request = Request(action, self.deadline_s, "read", end - offset, can_hedge=True)
         try:
-            content = session.run(
-                action, session.repeat(request, lambda: self._send_read(session, key, offset, views, accept))
-            )
+            content = session.run(action, session.repeat(request, send))
         except StorageError as error:
             if session.explain(error.__cause__ or error).meaning is Meaning.OUTSIDE:
                 # The reply does not state the size.

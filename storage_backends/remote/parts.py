@@ -8,7 +8,7 @@ import mmap
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -146,6 +146,23 @@ class Upload(ABC):
     @abstractmethod
     async def abort(self) -> None:
         """End the upload without an object."""
+
+
+class OrderedUpload(Upload):
+    """An upload that a client writes like a file: one part after the other, and none after one that has failed."""
+
+    in_order = True
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s, self._turn, self._is_broken = deadline_s, asyncio.Lock(), False
+
+    async def _in_turn(self, write: Callable[[], Awaitable[object]]) -> None:
+        async with self._turn:
+            if self._is_broken:
+                raise ConnectionAbortedError("an earlier part has failed")
+            self._is_broken = True
+            await asyncio.wait_for(write(), self._deadline_s)
+            self._is_broken = False
 
 
 class _Part:

@@ -230,11 +230,12 @@ async def _first_success(tasks: set[asyncio.Task[_T]], end: float) -> _T:
 class Sessions:
     """The sessions of one kind of store in this process, by endpoint, credentials and options. Thread-safe.
 
-    ``variables`` are the beginnings of the names of environment variables that a session depends on.
+    ``explain`` returns what an error means. ``variables`` are the beginnings of the names of environment variables that
+    a session depends on.
     """
 
-    def __init__(self, *variables: str) -> None:
-        self._variables = variables
+    def __init__(self, explain: Callable[[BaseException], Failure], *variables: str) -> None:
+        self._explain, self._variables = explain, variables
         self._lock = threading.Lock()
         self._sessions: OrderedDict[str, EndpointSession] = OrderedDict()
         self._abandoned: list[EndpointSession] = []
@@ -247,8 +248,19 @@ class Sessions:
         self._abandoned += self._sessions.values()
         self._sessions.clear()
 
-    def find(self, make: Callable[[], _S], *options: object) -> _S:
-        """Return the session for these options, which ``make`` creates at the first use."""
+    def find(self, make: Callable[[], _S], where: str, *options: object) -> _S:
+        """Return the session for these options, which ``make`` creates at the first use.
+
+        Raises ``StorageError``, which names the store (``where``).
+        """
+        try:
+            return self._find(make, options)
+        except Exception as error:  # noqa: BLE001 - what it shows may be a secret
+            secrets = Secrets(options={"": options})
+            text = f"opening {where}: {secrets.hide(self._explain(error).text)}"
+            raise StorageError(text) from secrets.hide_in(error)
+
+    def _find(self, make: Callable[[], _S], options: tuple[object, ...]) -> _S:
         environment = sorted(item for item in os.environ.items() if item[0].startswith(self._variables))
         token = tokenize(options, environment)
         with self._lock:

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from functools import cached_property
 from typing import Any, ClassVar
 
 from ...errors import StorageError
 from ..base import Conditions, IncompleteUpload, ObjectStat, PartWriter
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
 from ..remote.backend import SINGLE_PUT_BYTES, Condition, Found, RemoteBackend, content_range
-from ..remote.failures import Secrets, ShortReplyError
-from .client import MARK, Body, PutRules, S3Client, body_of, client_for
+from ..remote.failures import ShortReplyError
+from ..remote.session import Sessions
+from .client import MARK, Body, PutRules, S3Client, body_of
 from .replies import explain
 from .uploads import S3PartWriter, S3Upload, end_upload
 
@@ -43,10 +45,6 @@ class S3Backend(RemoteBackend[S3Client]):
         super().__init__(url)
         self._options = options
 
-    @classmethod
-    def from_url(cls, url: str, **options: Any) -> S3Backend:
-        return cls(url, **options)
-
     def endpoint(self) -> str:
         client = self._session()
         return client.run(f"opening {self.display_url}", client.endpoint())
@@ -56,7 +54,7 @@ class S3Backend(RemoteBackend[S3Client]):
         return client.run(f"opening {self.display_url}", self._put_rules(client)).conditions
 
     async def _put_rules(self, client: S3Client) -> PutRules:
-        address = self._address(client, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+        address = self._address(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
         return await client.put_rules(address, self.deadline_s)
 
     async def _send_put(self, client: S3Client, key: str, content: memoryview, condition: Condition | None) -> str:
@@ -67,23 +65,23 @@ class S3Backend(RemoteBackend[S3Client]):
                 {"IfMatch": (await self._put_rules(client)).if_match(version)} if version else {"IfNoneMatch": "*"}
             )
             arguments["Metadata"] = {MARK: condition.mark}
-        reply = await client.call("put_object", **self._address(client, key), Body=Body(content), **arguments)
+        reply = await client.call("put_object", **self._address(key), Body=Body(content), **arguments)
         return str(reply.get("ETag", ""))
 
     async def _marked(self, client: S3Client, key: str) -> tuple[str | None, str]:
-        return await client.mark_of(self._address(client, key))
+        return await client.mark_of(self._address(key))
 
     async def _send_read(
         self, client: S3Client, key: str, start: int, views: Sequence[memoryview], accept: Callable[[Found], None]
-    ) -> None:
+    ) -> bytes | None:
         span = f"bytes={start}-{start + sum(map(len, views)) - 1}"
-        reply = await client.call("get_object", **self._address(client, key), Range=span)
+        reply = await client.call("get_object", **self._address(key), Range=span)
         async with aclosing(body_of(reply)) as body:
             accept(Found(*content_range(reply.get("ContentRange"), int(reply["ContentLength"])), reply.get("ETag", "")))
-            await body.fill(views)
+            return await body.fill(views)
 
     async def _send_get(self, client: S3Client, key: str, check_size: Callable[[int], None]) -> tuple[bytes, str]:
-        reply = await client.call("get_object", **self._address(client, key))
+        reply = await client.call("get_object", **self._address(key))
         async with aclosing(body_of(reply)) as body:
             check_size(int(reply["ContentLength"]))
             content = await body.read()
@@ -92,48 +90,47 @@ class S3Backend(RemoteBackend[S3Client]):
         return content, str(reply.get("ETag", ""))
 
     async def _send_stat(self, client: S3Client, key: str) -> ObjectStat:
-        found = await client.call("head_object", **self._address(client, key))
+        found = await client.call("head_object", **self._address(key))
         return ObjectStat(key, int(found["ContentLength"]), str(found.get("ETag", "")))
 
     async def _send_delete(self, client: S3Client, key: str) -> None:
-        await client.call("delete_object", **self._address(client, key))
+        await client.call("delete_object", **self._address(key))
 
     def _upload(self, client: S3Client, action: str, key: str, size: int) -> S3Upload:
-        return S3Upload(client, action, self._address(client, key), self.deadline_s)
+        return S3Upload(client, action, self._address(key), self.deadline_s)
 
     def create_parts(self, key: str, size: int, *, token: str = "") -> PartWriter:
         check_key(key)
         if size <= SINGLE_PUT_BYTES and not token:
             return super().create_parts(key, size)
         client, action = self._session(), self._action("writing", key)
-        return S3PartWriter(client, action, self._address(client, key), size, self.deadline_s, token=token)
+        return S3PartWriter(client, action, self._address(key), size, self.deadline_s, token=token)
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         check_prefix(prefix)
-        key_of = self._keys()
         return (
             ObjectStat(key, int(found["Size"]), str(found.get("ETag", "")))
             for page in self._pages("list_objects_v2", prefix)
             for found in page.get("Contents", ())
-            if is_object_key(key := key_of(found["Key"]))
+            if is_object_key(key := self._key_of(found["Key"]))
         )
 
     def list_children(self, prefix: str = "") -> Sequence[str]:
         check_children_prefix(prefix)
-        names, key_of = set(), self._keys()
+        names = set()
         for page in self._pages("list_objects_v2", prefix, Delimiter="/"):
             paths = [str(found["Key"]) for found in page.get("Contents", ())]
             paths += [str(found["Prefix"]) for found in page.get("CommonPrefixes", ())]
             for path in paths:
-                key = key_of(path)
+                key = self._key_of(path)
                 if len(key) > len(prefix) and is_object_key(key.rstrip("/")):
                     names.add(key[len(prefix) :])
         return sorted(names)
 
     def _pages(self, method: str, prefix: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         action = self._action("listing", prefix)
-        bucket, root = self._session().split(self._url)
-        arguments |= {"Bucket": bucket, "Prefix": f"{root}/{prefix}" if root else prefix}
+        bucket, above = self._place
+        arguments |= {"Bucket": bucket, "Prefix": f"{above}{prefix}"}
         while True:
             page = self._ask(action, lambda client: client.call(method, **arguments))
             yield page
@@ -146,11 +143,10 @@ class S3Backend(RemoteBackend[S3Client]):
 
     def incomplete(self, prefix: str = "") -> Iterator[IncompleteUpload]:
         check_prefix(prefix)
-        key_of = self._keys()
         for page in self._pages("list_multipart_uploads", prefix):
             now = _time_of(page)
             for found in page.get("Uploads", ()):
-                key, begun = key_of(found["Key"]), found.get("Initiated")
+                key, begun = self._key_of(found["Key"]), found.get("Initiated")
                 if key:
                     age_s = now - begun.timestamp() if isinstance(begun, datetime) else 0.0
                     yield IncompleteUpload(key, str(found["UploadId"]), max(0.0, age_s))
@@ -160,31 +156,28 @@ class S3Backend(RemoteBackend[S3Client]):
 
         async def end(upload: IncompleteUpload) -> None:
             action = self._action("ending the upload of", upload.key)
-            await end_upload(client, action, self._address(client, upload.key), upload.upload_id, self.deadline_s)
+            await end_upload(client, action, self._address(upload.key), upload.upload_id, self.deadline_s)
 
         if uploads:
             client.run(f"ending uploads in {self.display_url}", self._each(uploads, end))
 
     def _session(self) -> S3Client:
-        try:
-            return client_for(self._options)
-        except Exception as error:  # noqa: BLE001 - what it shows may be a secret
-            secrets = Secrets(options=self._options)
-            text = f"opening {self.display_url}: {secrets.hide(explain(error).text)}"
-            raise StorageError(text) from secrets.hide_in(error)
+        return _sessions.find(lambda: S3Client(self._options), self.display_url, self._options)
 
-    def _address(self, client: S3Client, key: str) -> dict[str, str]:
-        bucket, root = client.split(self._url)
-        return {"Bucket": bucket, "Key": f"{root}/{key}" if root else key}
+    @cached_property
+    def _place(self) -> tuple[str, str]:
+        """The bucket, and the beginning of all keys in it, which is empty or ends with a slash."""
+        bucket, root = self._session().split(self._url)
+        return bucket, f"{root}/" if root else ""
 
-    def _keys(self) -> Callable[[str], str]:
-        """Return a function that maps a path in the bucket to its key; to an empty string if it is not below the root.
+    def _address(self, key: str) -> dict[str, str]:
+        bucket, above = self._place
+        return {"Bucket": bucket, "Key": f"{above}{key}"}
 
-        To find the client takes longer than that.
-        """
-        _, root = self._session().split(self._url)
-        above = f"{root}/" if root else ""
-        return lambda path: path[len(above) :] if path.startswith(above) else ""
+    def _key_of(self, path: str) -> str:
+        """Return the key of a path in the bucket; an empty string if it is not below the root."""
+        _, above = self._place
+        return path[len(above) :] if path.startswith(above) else ""
 
 
 def _time_of(reply: dict[str, Any]) -> float:
@@ -193,3 +186,6 @@ def _time_of(reply: dict[str, Any]) -> float:
         return parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
     except (KeyError, TypeError, ValueError):
         return time.time()
+
+
+_sessions = Sessions(explain, "AWS_", "FSSPEC_S3")

@@ -27,8 +27,8 @@ from botocore.utils import get_environ_proxies
 
 from ...errors import without_userinfo
 from ..base import Conditions
-from ..remote.failures import Meaning, Secrets, ShortReplyError
-from ..remote.session import EndpointSession, Request, Sessions
+from ..remote.failures import Meaning, Secrets
+from ..remote.session import EndpointSession, Request
 from ..remote.transport import Connections, Reply
 from .replies import code_of, explain, is_missing
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _CONNECTIONS = 32
 _CONNECT_S = 10
 _RENEW_S = 10.0  # between two reads of the credentials, if the store keeps refusing them
-_PIECE_BYTES, _READ_CHUNK = 256 << 10, 1 << 20
+_PIECE_BYTES = 256 << 10
 _REFUSED_CODES = frozenset({"412", "PreconditionFailed", "404", "NoSuchKey"})
 _UNKNOWN_CODES = frozenset({"400", "501", "InvalidArgument", "InvalidRequest", "NotImplemented"})
 # A reply to HEAD has no body, and so no code but its status.
@@ -122,30 +122,12 @@ class StreamedBody:
 
     async def read(self) -> bytes:
         """Return the whole body."""
-        return b"".join([piece async for piece in self._pieces()])
+        content: bytes = await self._body.read()
+        return content
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        while piece := await self._body.read(_READ_CHUNK):
-            yield piece
-
-    async def fill(self, views: Sequence[memoryview]) -> None:
-        """Fill ``views``. Raises ``ShortReplyError`` if the body has another length than all of them."""
-        count, done = sum(map(len, views)), 0
-        targets = iter(views)
-        target = next(targets)
-        async for piece in self._pieces():
-            rest = memoryview(piece)
-            done += len(rest)
-            if done > count:
-                break
-            while len(rest):
-                if not len(target):
-                    target = next(targets)
-                taken = rest[: len(target)]
-                target[: len(taken)] = taken
-                target, rest = target[len(taken) :], rest[len(taken) :]
-        if done != count:
-            raise ShortReplyError(f"requested {count} bytes, the reply has {done}")
+    async def fill(self, views: Sequence[memoryview]) -> bytes:
+        """Return the whole body, which the caller copies to ``views``."""
+        return await self.read()
 
     async def aclose(self) -> None:
         """Close the connection if the body was not read completely."""
@@ -377,11 +359,3 @@ async def _probe(send: Callable[..., Awaitable[Any]], address: dict[str, str], e
     if ignored := [name for name, is_obeyed in obeyed.items() if not is_obeyed]:
         _log.warning("%s ignores %s on puts%s", endpoint, " and ".join(ignored), _REMAINS)
     return PutRules(Conditions(*obeyed.values()), has_quotes=not unquoted)
-
-
-_sessions = Sessions("AWS_", "FSSPEC_S3")
-
-
-def client_for(options: dict[str, Any]) -> S3Client:
-    """Return the client for an endpoint and credentials; a new one after a fork. Raises what s3fs raises."""
-    return _sessions.find(lambda: S3Client(options), options)

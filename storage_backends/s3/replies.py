@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
-from botocore.exceptions import (
-    ConnectionError as BotoConnectionError,
-)
-from botocore.exceptions import (
-    HTTPClientError,
-    IncompleteReadError,
-    NoCredentialsError,
-    PartialCredentialsError,
-    ResponseStreamingError,
-)
+from botocore import exceptions as botocore_errors
 from botocore.parsers import ResponseParserError
 
 from ...errors import without_userinfo
@@ -23,11 +14,11 @@ from ..remote.failures import Failure, Meaning, common_failure
 _UNANSWERED = (
     TimeoutError,
     ConnectionError,
-    BotoConnectionError,
-    HTTPClientError,
-    IncompleteReadError,
+    botocore_errors.ConnectionError,
+    botocore_errors.HTTPClientError,
+    botocore_errors.IncompleteReadError,
+    botocore_errors.ResponseStreamingError,
     aiohttp.ClientError,
-    ResponseStreamingError,
 )
 _PASSING_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 _MISSING_CODES = frozenset({"404", "NoSuchKey", "NotFound"})
@@ -91,7 +82,7 @@ def _explain_silence(error: BaseException) -> Failure:
     """Return what an error means that has no reply of the store."""
     if isinstance(error, RecursionError):  # of botocore, which asks for the region by a request that is redirected too
         return Failure(Meaning.OTHER, f"the store redirects every request ({_HINTS['PermanentRedirect']})")
-    if isinstance(error, NoCredentialsError | PartialCredentialsError):
+    if isinstance(error, botocore_errors.NoCredentialsError | botocore_errors.PartialCredentialsError):
         return Failure(
             Meaning.DENIED,
             "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a profile, or pass key= "

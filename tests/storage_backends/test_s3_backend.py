@@ -32,8 +32,8 @@ from bytecheckpoint.storage_backends.remote import parts, session
 from bytecheckpoint.storage_backends.remote.failures import common_failure
 from bytecheckpoint.storage_backends.remote.parts import PARTS_IN_FLIGHT
 from bytecheckpoint.storage_backends.remote.session import EndpointSession, Request
-from bytecheckpoint.storage_backends.s3 import backend as s3_backend
 from bytecheckpoint.storage_backends.s3 import client as s3_client
+from bytecheckpoint.storage_backends.s3.backend import S3Backend
 from bytecheckpoint.storage_backends.s3.client import S3Client
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import FaultyBackend
@@ -103,12 +103,13 @@ def test_a_listing_finds_its_client_once(bucket: str, s3: dict[str, Any], monkey
     for key in keys:
         backend.put(key, b"x")
     clients: list[S3Client] = []
+    find = S3Backend._session
 
-    def client_for(options: dict[str, Any]) -> S3Client:
-        clients.append(found := s3_client.client_for(options))
+    def session(backend: S3Backend) -> S3Client:
+        clients.append(found := find(backend))
         return found
 
-    monkeypatch.setattr(s3_backend, "client_for", client_for)
+    monkeypatch.setattr(S3Backend, "_session", session)
     assert [stat.key for stat in backend.list()] == keys
     assert list(backend.list_children("folder/")) == [key.removeprefix("folder/") for key in keys]
     assert len(clients) < 10
