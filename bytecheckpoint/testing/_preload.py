@@ -21,20 +21,13 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import msgpack
-    import numpy
     import torch
     import torch._dynamo
-    import torch.distributed
-    import torch.distributed.checkpoint
     import torch.distributed.checkpoint.state_dict
-    import torch.distributed.device_mesh
     import torch.distributed.fsdp
-    import torch.distributed.tensor
+    import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
 
-    with contextlib.suppress(ImportError):
-        import torch.distributed.pipelining
     with contextlib.suppress(ImportError):
         import hypothesis
         import pytest

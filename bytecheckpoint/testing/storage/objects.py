@@ -11,7 +11,7 @@ import pytest
 
 from ...errors import KeyChangedError, KeyExistsError, KeyNotFoundError, StorageError
 from ...storage_backends.base import Conditions, StorageBackend
-from .reading import StoreTests, content_of, reads_of
+from .reading import StoreTests, content_of, in_threads, reads_of
 
 HOSTILE_KEYS = (
     "",
@@ -186,9 +186,7 @@ class ObjectTests(StoreTests):
                 return
             raise AssertionError("1000 conditional puts in sequence were refused")
 
-        with ThreadPoolExecutor(self.writers) as pool:
-            for _ in pool.map(append, range(self.writers)):
-                pass
+        in_threads(self.writers, append)
         assert sorted(backend.get("race/object")) == [*range(self.writers)]
         assert [found.key for found in backend.list()] == ["race/object"]
 
@@ -218,8 +216,7 @@ class ObjectTests(StoreTests):
                 return None
             return content
 
-        with ThreadPoolExecutor(self.writers) as pool:
-            won = [result for result in pool.map(write, range(self.writers)) if result is not None]
+        won = [result for result in in_threads(self.writers, write) if result is not None]
         assert len(won) == 1
         assert backend.get("race/object") == won[0]
         assert [found.key for found in backend.list()] == ["race/object"]

@@ -7,12 +7,14 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import pytest
 
 from ...errors import KeyNotFoundError, StorageError
 from ...storage_backends.base import StorageBackend
+
+_T = TypeVar("_T")
 
 
 class StoreTests:
@@ -59,6 +61,26 @@ def reads_of(backend: StorageBackend, key: str) -> list[Callable[[], object]]:
         lambda: backend.read_into(key, 0, bytearray(1)),
         lambda: backend.read_into(key, 0, bytearray(0)),
     ]
+
+
+def in_threads(count: int, work: Callable[[int], _T]) -> list[_T]:
+    """Call ``work`` with each number below ``count`` in a separate thread, and return the results."""
+    with ThreadPoolExecutor(count) as pool:
+        return [*pool.map(work, range(count))]
+
+
+def read_at_random(data: bytes, read: Callable[[int, bytearray], None]) -> None:
+    """Read parts of an object with the content ``data`` in several threads, and compare them."""
+
+    def read_parts(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(10):
+            start = chance.randrange(len(data))
+            part = bytearray(chance.randrange(min(len(data) - start, 50_000)))
+            read(start, part)
+            assert part == data[start : start + len(part)]
+
+    in_threads(4, read_parts)
 
 
 def content_of(size: int) -> bytes:
@@ -108,18 +130,7 @@ class ReadingTests(StoreTests):
                 opened.read(len(data) - 5, [bytearray(3), bytearray(3)])
             with pytest.raises(StorageError, match="object"):
                 opened.read(-1, [bytearray(3)])
-
-            def read(seed: int) -> None:
-                chance = random.Random(seed)
-                for _ in range(10):
-                    start = chance.randrange(len(data))
-                    piece = bytearray(chance.randrange(min(len(data) - start, 50_000)))
-                    opened.read(start, [piece])
-                    assert piece == data[start : start + len(piece)]
-
-            with ThreadPoolExecutor(4) as pool:
-                for _ in pool.map(read, range(4)):
-                    pass
+            read_at_random(data, lambda start, part: opened.read(start, [part]))
         with pytest.raises(KeyNotFoundError), backend.open_object("missing") as opened:
             opened.read(0, [bytearray(1)])
 
@@ -148,18 +159,7 @@ class ReadingTests(StoreTests):
     def test_concurrent_ranged_reads(self, backend: StorageBackend) -> None:
         data = content_of(200_000)
         backend.put("object", data)
-
-        def read(seed: int) -> None:
-            chance = random.Random(seed)
-            for _ in range(10):
-                start = chance.randrange(len(data))
-                buffer = bytearray(chance.randrange(len(data) - start))
-                backend.read_into("object", start, buffer)
-                assert buffer == data[start : start + len(buffer)]
-
-        with ThreadPoolExecutor(4) as pool:
-            for _ in pool.map(read, range(4)):
-                pass
+        read_at_random(data, lambda start, part: backend.read_into("object", start, part))
 
 
 class ListingTests(StoreTests):
@@ -208,9 +208,7 @@ class ListingTests(StoreTests):
                 assert backend.get(f"shared/dir/{me}") == bytes([turn])
                 backend.delete([f"shared/dir/{me}"])
 
-        with ThreadPoolExecutor(4) as pool:
-            for _ in pool.map(work, range(4)):
-                pass
+        in_threads(4, work)
         assert [*backend.list()] == []
 
     def test_usable_after_close(self, backend: StorageBackend) -> None:

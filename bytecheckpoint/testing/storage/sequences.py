@@ -18,13 +18,14 @@ from hypothesis.stateful import (
 )
 
 from ...errors import KeyChangedError, KeyExistsError, KeyNotFoundError, StorageError
-from ...storage_backends.base import ObjectWriter, StorageBackend
+from ...storage_backends.base import Conditions, ObjectWriter, StorageBackend
 from .reading import StoreTests
 
 # No key is a directory of another one: file systems cannot store both.
 _KEYS = ("a", "b", "d/a", "d/b", "d/e/a", "d-x/a", "größe/Ω")
 _PREFIXES = ("", "d", "d/", "d/e/", "g", "none/")
 _MAX_OBJECT_BYTES = 300
+_ALL = Conditions(if_absent=True, if_version=True)
 
 _numbers = count()
 
@@ -48,19 +49,16 @@ class StoreMachine(RuleBasedStateMachine):
     A rule that changes the store changes the model. A rule that reads compares both. While an object is being written
     under a key, no other rule uses that key.
 
-    Attributes:
-        supports_if_absent: Whether the store supports ``put(if_absent=True)``.
-        supports_if_version: Whether the store supports ``put(if_version=...)``.
+    Args:
+        backend: The store.
+        conditions: Which conditions of ``put`` it decides.
     """
-
-    supports_if_absent: ClassVar[bool] = True
-    supports_if_version: ClassVar[bool] = True
 
     open_objects = Bundle("open_objects")
 
-    def __init__(self, backend: StorageBackend) -> None:
+    def __init__(self, backend: StorageBackend, conditions: Conditions = _ALL) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend, self.conditions = backend, conditions
         # Each sequence has its own keys, so that a store that fails to delete does not disturb the next one.
         self.root = f"sequence-{next(_numbers)}/"
         self.model: dict[str, bytes] = {}
@@ -76,7 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(key=_keys, content=_content)
     def put_if_absent(self, key: str, content: bytes) -> None:
-        if not self.supports_if_absent or self._is_open(key):
+        if not self.conditions.if_absent or self._is_open(key):
             return
         try:
             self.backend.put(self.root + key, content, if_absent=True)
@@ -88,7 +86,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(key=_keys, content=_content, is_current=st.booleans())
     def put_if_version(self, key: str, content: bytes, *, is_current: bool) -> None:
-        if not self.supports_if_version or self._is_open(key):
+        if not self.conditions.if_version or self._is_open(key):
             return
         current = self.backend.stat(self.root + key).version if key in self.model else ""
         version = current if is_current and current else self.old_version
@@ -232,14 +230,11 @@ class SequenceTests(StoreTests):
     """Operations in a sequence, at most."""
 
     def test_sequences_of_operations_match_the_model(self, backend: StorageBackend) -> None:
-        if_absent, if_version = self.supports_if_absent, self.supports_if_version
+        conditions = Conditions(self.supports_if_absent, self.supports_if_version)
 
         class Machine(StoreMachine):
-            supports_if_absent = if_absent
-            supports_if_version = if_version
-
             def __init__(self) -> None:
-                super().__init__(backend)
+                super().__init__(backend, conditions)
 
         run_state_machine_as_test(
             Machine,
