@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ..errors import StateError, UsageError
+from ..runtime.arguments import whole_number
 from ..runtime.modes import default_modes
 
 
@@ -111,12 +111,12 @@ class ElasticSampler(Sampler[int]):
         drop_last: bool = False,
     ) -> None:
         size = len(data) if hasattr(data, "__len__") else data
-        self._size = _whole("data must have a length, or be one:", size, 0)
-        self.world_size = _whole("world_size", world_size, 1)
-        self.rank = _whole("rank", rank, 0)
+        self._size = whole_number(0)("data must have a length, or be one:", size)
+        self.world_size = whole_number(1)("world_size", world_size)
+        self.rank = whole_number(0)("rank", rank)
         if self.rank >= self.world_size:
             raise UsageError(f"rank {self.rank} is not below world_size {self.world_size}")
-        self._seed = _whole("seed", seed, 0)
+        self._seed = whole_number(0)("seed", seed)
         self._shuffle, self._drop_last = bool(shuffle), bool(drop_last)
         self.epoch = 0
         self._next: _Place | None = None
@@ -132,7 +132,7 @@ class ElasticSampler(Sampler[int]):
         Raises:
             UsageError: ``epoch`` is not a whole number of at least 0.
         """
-        self.epoch = _whole("epoch", epoch, 0)
+        self.epoch = whole_number(0)("epoch", epoch)
         if self._next is not None and self._next.epoch != self.epoch:
             self._next = None
 
@@ -321,16 +321,6 @@ class _Iterator(Iterator[int]):
         self._began, self._yielded = place, place.yielded
         self._share = self._sampler._share(place)
         self._order = self._sampler._order_of(place.epoch)
-
-
-def _whole(name: str, value: Any, minimum: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = minimum - 1
-    if number < minimum or isinstance(value, bool):
-        raise UsageError(f"{name} must be a whole number of at least {minimum}, not {value!r}")
-    return number
 
 
 def _remainder(state: Mapping[str, Any]) -> Remainder:
