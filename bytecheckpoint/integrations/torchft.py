@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import struct
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Condition
@@ -22,7 +20,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 from ..checkpointer import Checkpointer
 from ..control.acceptor import Acceptor
 from ..control.base import SingleProcess
-from ..control.connections import Endpoint, Wait, at_most, close_when_connected, dial, receive, receive_into, send
+from ..control.connections import Endpoint, Wait, at_most, connect, receive, receive_into, send
 from ..errors import ControlError, DeadlineError, MismatchError, UsageError
 from ..frameworks.dtensor import dtensor_around, dtensor_boxes, is_dtensor, local_tensor
 from ..storage_backends.memory import MemoryBackend
@@ -32,8 +30,6 @@ _REPLY = struct.Struct("!?Q")  # whether the files follow, and the length of the
 _MOST_REPLY_BYTES = 1 << 24
 _PIECE_BYTES = 8 << 20
 _STATE, _SHARDED = "state", "sharded"
-
-_log = logging.getLogger(__name__)
 
 
 class BcpTransport(CheckpointTransport[Any]):
@@ -133,7 +129,7 @@ class BcpTransport(CheckpointTransport[Any]):
     def _fetch(self, rank: int, metadata: str, step: int, limit_s: float, into: MemoryBackend) -> None:
         end, endpoint = time.monotonic() + limit_s, Endpoint.of_text(metadata)
         try:
-            with self._server.connect(endpoint, limit_s) as connection:
+            with connect(endpoint, limit_s=limit_s) as connection:
                 wait = _until(end)
                 send(connection, _REQUEST.pack(step), wait)
                 is_there, length = _REPLY.unpack(receive(connection, _REPLY.size, wait))
@@ -193,16 +189,6 @@ class _Server(Acceptor):
             self._step, self._store = step, store
             self._changed.notify_all()
 
-    def connect(self, endpoint: Endpoint, limit_s: float) -> socket.socket:
-        """Connect to another server. Raises ``OSError``."""
-        connecting: Future[socket.socket] = self._accepting.submit(dial(endpoint))
-        try:
-            return connecting.result(limit_s)
-        except TimeoutError:
-            connecting.cancel()
-            close_when_connected(connecting)
-            raise
-
     def close(self) -> None:
         with self._changed:
             self._is_closed, self._store = True, None
@@ -210,12 +196,7 @@ class _Server(Acceptor):
         super().close()
 
     def _serve(self, connection: socket.socket) -> None:
-        try:
-            self._send(connection, at_most(self._limit_s))
-        except OSError as error:
-            _log.warning("a connection of a replica group that heals ended: %s", error)
-
-    def _send(self, connection: socket.socket, wait: Wait) -> None:
+        wait = at_most(self._limit_s)
         (step,) = _REQUEST.unpack(receive(connection, _REQUEST.size, wait))
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._step >= step, self._limit_s)
