@@ -136,9 +136,6 @@ class RuleError(UsageError):
         super().__init__(message)
         self.faults = list(faults or [])
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.args[0], self.faults))
-
 
 class PlanError(BytecheckpointError, ValueError):
     """Boxes overlap, leave a hole, or reach outside their tensor."""
@@ -159,9 +156,6 @@ class MismatchError(BytecheckpointError):
     def __init__(self, message: str, faults: list[tuple[str, str, str]] | None = None) -> None:
         super().__init__(message)
         self.faults = list(faults or [])
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.args[0], self.faults))
 
 
 class NameNotFoundError(BytecheckpointError, KeyError):

@@ -17,7 +17,7 @@ from ..format.hf_index import ADAPTER_SECTION
 from ..format.safetensors import shard_name
 from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_positions
 from .gather_share import PIECE_SIZE, GatherShare, item_places
-from .save_plan import SavePlan, add_whole, lay_out_files, rows_by_rank
+from .save_plan import SavePlan, add_whole, lay_out_files, rows_by_rank, rows_of_rank
 from .wire import Bool
 
 Layout = Literal["shards", "merged", "whole"]
@@ -81,7 +81,7 @@ class GatherPlan:
             Its part of the gather plan.
         """
         stored = self.stored
-        sent = self._held(rank)
+        sent = rows_of_rank(*self._by_holder, rank)
         sent = sent[stored.owner[self.target[sent]] != rank]
         to, place = stored.owner[self.target[sent]], self._places[self.target[sent]]
         order = np.lexsort((sent, place, to))
@@ -121,10 +121,6 @@ class GatherPlan:
 
     def _targets_of(self, file: int) -> Int64:
         return self.stored.order[self.stored.file_starts[file] : self.stored.file_starts[file + 1]]
-
-    def _held(self, rank: int) -> Int64:
-        order, starts = self._by_holder
-        return order[starts[rank] : starts[rank + 1]] if rank + 1 < len(starts) else order[:0]
 
     def _fragments_of(self, targets: Int64) -> Int64:
         """Return the fragments of ``targets``. Fragments are sorted by target, because targets are sorted by tensor."""

@@ -155,8 +155,7 @@ class SavePlan:
 
     def _value_rows(self, rank: int) -> Int64:
         """Rows of ``values`` that ``rank`` writes."""
-        order, starts = self._values_by_rank
-        return order[starts[rank] : starts[rank + 1]] if rank + 1 < len(starts) else order[:0]
+        return rows_of_rank(*self._values_by_rank, rank)
 
     @cached_property
     def _values_by_rank(self) -> tuple[Int64, Int64]:
@@ -177,6 +176,11 @@ def rows_by_rank(rank: Int64) -> tuple[Int64, Int64]:
     """Return the rows sorted by rank, and where those of each rank, up to the highest, begin."""
     order = np.argsort(rank, kind="stable")
     return order, np.searchsorted(rank[order], np.arange(int(rank.max(initial=-1)) + 2))
+
+
+def rows_of_rank(order: Int64, starts: Int64, rank: int) -> Int64:
+    """Return the rows of one rank, from what ``rows_by_rank`` has returned."""
+    return order[starts[rank] : starts[rank + 1]] if rank + 1 < len(starts) else order[:0]
 
 
 def plan_groups(groups: Sequence[PlanGroup], differing: Collection[ValueKey], *, world_size: int) -> SavePlan:

@@ -34,7 +34,6 @@ class _Store:
 
 
 _stores: dict[str, _Store] = {}
-_stores_lock = Lock()
 
 
 class MemoryBackend(StorageBackend):
@@ -63,8 +62,7 @@ class MemoryBackend(StorageBackend):
             check_key(prefix)
         self._name = name
         self._prefix = prefix + "/" if prefix else ""
-        with _stores_lock:
-            self._store = _stores.setdefault(name, _Store())
+        self._store = _stores.setdefault(name, _Store())
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> MemoryBackend:
@@ -79,8 +77,7 @@ class MemoryBackend(StorageBackend):
     @classmethod
     def delete_store(cls, name: str) -> None:
         """Delete a store and free its memory. Backends that are open on it keep their objects."""
-        with _stores_lock:
-            _stores.pop(name, None)
+        _stores.pop(name, None)
 
     @property
     def url(self) -> str:

@@ -138,13 +138,18 @@ def refresh(file: int | str) -> None:
 def staleness_s(path: str) -> float:
     """Return for how long listings and attributes on the file system of a path, which need not exist, may be stale."""
     statfs = libc_function("statfs")
-    while not os.path.exists(path) and os.path.dirname(path) != path:
-        path = os.path.dirname(path)
     found = ctypes.create_string_buffer(_STAT_BYTES)
-    if statfs is None or statfs(os.fsencode(path), found) != 0:
+    if statfs is None or statfs(os.fsencode(nearest_existing(path)), found) != 0:
         return _MOUNT_STALENESS_S
     kind = ctypes.c_uint32(ctypes.c_long.from_buffer(found).value).value
     return 0.0 if kind in _CONSISTENT.values() else _NETWORK_STALENESS_S.get(kind, _MOUNT_STALENESS_S)
+
+
+def nearest_existing(path: str) -> str:
+    """Return a path, or the nearest folder above it that exists."""
+    while not os.path.exists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return path
 
 
 def sync_directory(path: str) -> None:
@@ -161,20 +166,13 @@ def sync_directory(path: str) -> None:
 
 def free_bytes(path: str) -> int | None:
     """Return how many bytes this user can write at ``path``, which need not exist; None if it is unknown."""
-    while True:
-        try:
-            found = os.statvfs(path)
-        except FileNotFoundError:
-            parent = os.path.dirname(path)
-            if parent == path:
-                return None
-            path = parent
-        except OSError:
-            return None
-        else:
-            # Mounts of object stores report no blocks, -1 or more free ones than there are.
-            is_known = found.f_blocks > 0 and 0 <= found.f_bavail <= found.f_blocks
-            return found.f_bavail * found.f_frsize if is_known else None
+    try:
+        found = os.statvfs(nearest_existing(path))
+    except OSError:
+        return None
+    # Mounts of object stores report no blocks, -1 or more free ones than there are.
+    is_known = found.f_blocks > 0 and 0 <= found.f_bavail <= found.f_blocks
+    return found.f_bavail * found.f_frsize if is_known else None
 
 
 def map_os_error(error: OSError, action: str, *, absent_is_missing_key: bool) -> StorageError:

@@ -136,8 +136,6 @@ class Rules:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rules) and list(self) == list(other) and self.files == other.files
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"Rules({list(self)}, files={self.files})"
 

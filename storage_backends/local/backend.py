@@ -218,7 +218,7 @@ class LocalBackend(StorageBackend):
         head = prefix[: prefix.rfind("/") + 1]
         start, top = self._resolve_directory(head, action)
         with self._root.translated_errors(action, reading=True):
-            for key, found in _list_tree(start, head, top, is_object_key):
+            for key, found in _list_tree(start, head, top):
                 if key.startswith(prefix):
                     yield _object_stat(key, found)
 
@@ -236,7 +236,7 @@ class LocalBackend(StorageBackend):
                 if not is_object_key(entry.name) or not _should_follow(entry, top):
                     continue
                 if entry.is_dir():
-                    if _has_objects(entry.path, top, is_object_key):
+                    if _has_objects(entry.path, top):
                         names.append(entry.name + "/")
                 elif entry.is_file() or entry.is_symlink():  # reading a broken link raises an error that names it
                     names.append(entry.name)
@@ -396,7 +396,7 @@ def _version(found: os.stat_result) -> str:
 
 
 def _list_tree(
-    directory: str, prefix: str, top: str, accept: Callable[[str], bool], parents: tuple[str, ...] = ()
+    directory: str, prefix: str, top: str, parents: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, os.stat_result]]:
     """Yield ``(key, stat)`` of every regular file below ``directory``, in key order.
 
@@ -406,25 +406,25 @@ def _list_tree(
     """
     here = os.path.realpath(directory)
     for entry in _sorted_entries(directory):
-        if not accept(entry.name):
+        if not is_object_key(entry.name):
             continue
         try:
             if not _should_follow(entry, top, (*parents, here)):
                 continue
             if entry.is_dir():
-                yield from _list_tree(entry.path, f"{prefix}{entry.name}/", top, accept, (*parents, here))
+                yield from _list_tree(entry.path, f"{prefix}{entry.name}/", top, (*parents, here))
             elif entry.is_file():
                 yield prefix + entry.name, entry.stat()
         except FileNotFoundError:
             continue
 
 
-def _has_objects(directory: str, top: str, accept: Callable[[str], bool]) -> bool:
+def _has_objects(directory: str, top: str) -> bool:
     """Whether ``_list_tree`` would yield anything. Stops at the first file."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
-        if any(accept(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries):
+        if any(is_object_key(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries):
             return True
-    return next(iter(_list_tree(directory, "", top, accept)), None) is not None
+    return next(iter(_list_tree(directory, "", top)), None) is not None
 
 
 def _should_follow(entry: os.DirEntry[str], top: str, parents: tuple[str, ...] = ()) -> bool:

@@ -100,7 +100,7 @@ class DirectFile:
         os.close(self.fd)
 
     def _aligned_parts(self, data: memoryview) -> Iterator[memoryview]:
-        source = _as_array(data)
+        source = np.frombuffer(data, np.uint8)
         if source.ctypes.data % self.memory == 0:
             yield from (data[at : at + _MAX_WRITE_BYTES] for at in range(0, len(data), _MAX_WRITE_BYTES))
             return
@@ -149,10 +149,6 @@ def _own_bounce() -> tuple[_Bytes, memoryview]:
             block.madvise(_POPULATE_WRITE, start, _BOUNCE)
         _own.bounce = array[start : start + _BOUNCE], memoryview(block)[start : start + _BOUNCE]
     return _own.bounce
-
-
-def _as_array(data: memoryview) -> _Bytes:
-    return np.frombuffer(data, np.uint8)
 
 
 def _memory_alignment(fd: int) -> int:
