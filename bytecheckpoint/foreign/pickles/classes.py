@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from pathlib import PurePosixPath, PureWindowsPath
+from functools import partial
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -156,17 +157,21 @@ def _pairs(items: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def _set(items: Any = ()) -> set[Any]:
+def _items(what: str, items: Any) -> Any:
     if type(items) not in (list, tuple):
-        raise FormatError("a set is made of something other than a list")
-    check_keys(items)
+        raise FormatError(f"a {what} is made of something other than a list")
+    return items
+
+
+def _set(items: Any = ()) -> set[Any]:
+    check_keys(_items("set", items))
     return set(items)
 
 
 def _deque(items: Any = (), length: Any = None) -> deque[Any]:
-    if type(items) not in (list, tuple) or not (length is None or type(length) is int):
-        raise FormatError("a deque is made of something other than a list")
-    return deque(items, length)
+    if not (length is None or type(length) is int):
+        raise FormatError("the length of a deque is no number")
+    return deque(_items("deque", items), length)
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
@@ -186,24 +191,13 @@ def _bytearray(data: Any = b"", encoding: Any = "latin1") -> bytearray:
     return bytearray(_encode(data, encoding) if type(data) is str else data if type(data) is bytes else b"")
 
 
-def _size(items: Any = ()) -> tuple[Any, ...]:
-    if type(items) not in (list, tuple):
-        raise FormatError("a size is no tuple")
-    return tuple(items)
-
-
-def _posix_path(*parts: Any) -> PurePosixPath:
-    return PurePosixPath(*_texts(parts))
-
-
-def _windows_path(*parts: Any) -> PureWindowsPath:
-    return PureWindowsPath(*_texts(parts))
-
-
-def _texts(parts: tuple[Any, ...]) -> tuple[str, ...]:
+def _path(kind: type[PurePath], *parts: Any) -> PurePath:
     if not all(type(part) is str for part in parts):
         raise FormatError("the parts of a path are no text")
-    return parts
+    return kind(*parts)
+
+
+_posix_path, _windows_path = partial(_path, PurePosixPath), partial(_path, PureWindowsPath)
 
 
 def _reconstructor(cls: Any, base: Any, state: Any = None) -> Any:
@@ -235,7 +229,7 @@ FUNCTIONS: dict[Global, Callable[..., Any]] = {
     Global("torch._tensor", "_rebuild_from_type"): _typed_subclass,
     Global("torch.tensor", "_rebuild_from_type_v2"): _typed_subclass,
     Global("torch.tensor", "_rebuild_from_type"): _typed_subclass,
-    Global("torch", "Size"): _size,
+    Global("torch", "Size"): lambda items=(): tuple(_items("size", items)),
     Global("collections", "OrderedDict"): lambda items=(): OrderedDict(_pairs(items)),
     Global("collections", "Counter"): lambda items=(): Counter(dict(_pairs(items))),
     Global("collections", "defaultdict"): lambda factory=None, items=(): dict(_pairs(items)),
