@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -12,9 +10,10 @@ from .. import api
 from ..convert.copy import copy, finish_upload, unfinished_uploads
 from ..errors import BytecheckpointError
 from ..transfer.transfer import TransferReport
-from .options import EXIT_INTERRUPTED, Locate, command, exit_code, parse_size
+from .options import Locate, command, exit_code, parse_size
 from .output import Output, printable, size_text
 
+_INTERRUPTED = "the same command continues the copy"
 _rate_limit = click.option(
     "--rate-limit",
     metavar="SIZE",
@@ -23,7 +22,7 @@ _rate_limit = click.option(
 )
 
 
-@command("copy")
+@command("copy", interrupted=_INTERRUPTED)
 @click.argument("source")
 @click.argument("target")
 @_rate_limit
@@ -42,7 +41,7 @@ def copy_command(
     first one stopped.
     """
     found = api.open(at(source))
-    with _interruptible(), out.progress("copy", found.manifest.flattened().file_bytes) as progress:
+    with out.progress("copy", found.manifest.flattened().file_bytes) as progress:
         report = copy(
             found,
             at(target),
@@ -54,7 +53,7 @@ def copy_command(
     out.document(_document(found.url, report))
 
 
-@command("upload", finds_urls=True)
+@command("upload", finds_urls=True, interrupted=_INTERRUPTED)
 @click.argument("root")
 @click.argument("destination", required=False)
 @_rate_limit
@@ -70,7 +69,7 @@ def upload_command(out: Output, at: Locate, root: str, destination: str | None, 
     for upload in uploads:
         try:
             target = None if upload.problem else at(upload.url)
-            with _interruptible(), out.progress("upload", upload.size) as progress:
+            with out.progress("upload", upload.size) as progress:
                 report = finish_upload(upload, target, rate_limit=rate_limit, progress=progress)
             if report is None:
                 out.line(f"{upload.url}: nothing was uploaded")
@@ -97,12 +96,3 @@ def _described(report: TransferReport) -> str:
 
 def _document(source: str, report: TransferReport) -> dict[str, Any]:
     return {"source": source, "url": report.url, "files": report.files, "bytes": report.size, "sent": report.sent}
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        click.echo("bcp: interrupted; the same command continues the copy", err=True)
-        raise click.exceptions.Exit(EXIT_INTERRUPTED) from None

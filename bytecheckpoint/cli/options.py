@@ -72,18 +72,20 @@ def command(
     finds_urls: bool = False,
     needs: Mapping[str, str] = MappingProxyType({}),
     excludes: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    interrupted: str = "incomplete output was removed",
 ) -> Callable[[Run], click.Command]:
     """Decorate a function of an ``Output``, a ``Locate`` and its own parameters as a command.
 
     A command that ``finds_urls`` by itself accepts storage options without one. A command of local files only
     (``uses_storage=False``) has no ``--storage-option``; its function gets no ``Locate``. ``needs`` and ``excludes``
     are options that would have no effect without another one, or together with others: to give them there is an error.
+    ``interrupted`` is printed after Ctrl-C.
     """
 
     def decorate(function: Run) -> click.Command:
         @functools.wraps(function)
         def run(*, as_json: bool, debug: bool, storage_option: tuple[str, ...] = (), **arguments: Any) -> None:
-            with _failures(debug=debug):
+            with _failures(interrupted, debug=debug):
                 _refuse_empty(arguments)
                 _refuse_without_effect(needs, excludes)
                 if storage_option and not finds_urls and not any(map(_is_remote, _texts(arguments.values()))):
@@ -142,7 +144,7 @@ def exit_code(error: BaseException) -> int:
 
 
 @contextmanager
-def _failures(*, debug: bool) -> Iterator[None]:
+def _failures(interrupted: str, *, debug: bool) -> Iterator[None]:
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -152,7 +154,7 @@ def _failures(*, debug: bool) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(EXIT_NOT_READ) from None
     except KeyboardInterrupt:
-        click.echo("bcp: interrupted; incomplete output was removed", err=True)
+        click.echo(f"bcp: interrupted; {interrupted}", err=True)
         raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
     except Exception as error:  # noqa: BLE001 - it becomes a message and an exit code
         if debug:

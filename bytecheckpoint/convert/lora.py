@@ -82,8 +82,7 @@ class LowRank:
 class _Factor:
     path: str
     adapter: str
-    is_embedding: bool
-    name: str
+    kind: str
 
 
 class LoraPlan:
@@ -166,7 +165,7 @@ class LoraPlan:
                 owner, last = [last], "weight"
             if match["kind"] not in _KINDS or last != "weight" or len(owner) > 1 or len(self._shape(name)) != 2:
                 odd.append(name)
-            factors[name] = _Factor(match["path"], ".".join(owner), "embedding" in match["kind"], match["kind"])
+            factors[name] = _Factor(match["path"], ".".join(owner), match["kind"])
         if odd:
             raise UnsupportedTensorError(
                 f"{self._url}: {len(odd)} tensor(s) of the adapter are no factors of a matrix or an embedding, such "
@@ -190,7 +189,7 @@ class LoraPlan:
         layers: dict[str, dict[str, str]] = {}
         for name, factor in self._factors.items():
             if factor.adapter == self._adapter:
-                layers.setdefault(factor.path, {})[_KINDS[factor.name]] = name
+                layers.setdefault(factor.path, {})[_KINDS[factor.kind]] = name
         faults = [
             ("missing", f"{path}.{kind}", "")
             for path, layer in layers.items()
@@ -220,7 +219,7 @@ class LoraPlan:
     def _low_rank(self, path: str, layer: Mapping[str, str]) -> LowRank:
         base, down, up = self._base(path), layer["down"], layer["up"]
         meta, (rank, columns), (rows, other) = self._meta_of(base), self._shape(down), self._shape(up)
-        is_turned = bool(self._lora.config.get("fan_in_fan_out")) or self._factors[down].is_embedding
+        is_turned = bool(self._lora.config.get("fan_in_fan_out")) or "embedding" in self._factors[down].kind
         fits = [turned for turned, shape in ((False, (rows, columns)), (True, (columns, rows))) if meta.shape == shape]
         if not fits or rank != other or meta.dtype.kind != "float" or meta.dtype.itemsize < 2:
             detail = f"{meta} with factors {[rank, columns]} and {[rows, other]}"
