@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +14,7 @@ from ..checkpoint.values import StoredValue
 from ..errors import UsageError
 from ..planners.extents import split_box
 from ..runtime.modes import default_modes
+from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from .rewriter import PIECE_BYTES, Progress, Rewriter
 
@@ -129,7 +130,7 @@ def diff(
         raise UsageError(f"tolerances must be finite numbers of at least 0: rtol {rtol}, atol {atol}")
     names_a, names_b = _names(a), _names(b)
     with Rewriter(a.index) as read_a, Rewriter(b.index) as read_b:
-        comparison = TensorComparison(a, b, read_a, read_b, _closeness(rtol, atol))
+        comparison = TensorComparison(a, b, read_a, read_b, rtol, atol)
         found: list[TensorDiff] = []
         for name in sorted(names_a.keys() & names_b.keys()):
             row_a, row_b = names_a[name], names_b[name]
@@ -164,30 +165,16 @@ def _names(checkpoint: Checkpoint) -> dict[str, int]:
     return rows | {alias: rows[name] for alias, name in checkpoint.aliases.items()}
 
 
-Differs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def _closeness(rtol: float, atol: float) -> Differs | None:
-    """Return a function that marks the elements that differ, or None to compare bits."""
-    if rtol == 0 and atol == 0:
-        return None
-
-    def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        close = (a - b).abs() <= atol + rtol * b.abs()
-        return ~(close | (a == b) | ((a != a) & (b != b)))
-
-    return differs
-
-
 @dataclass
 class TensorComparison:
-    """Compares tensors of two checkpoints. ``differs`` marks unequal elements; without it, bits are compared."""
+    """Compares tensors of two checkpoints. Without tolerances, bits are compared."""
 
     a: Checkpoint
     b: Checkpoint
     read_a: Rewriter
     read_b: Rewriter
-    differs: Differs | None = None
+    rtol: float = 0.0
+    atol: float = 0.0
     skipped: int = 0
     _done: dict[tuple[int, int], tuple[int, float]] = field(default_factory=dict)
 
@@ -226,34 +213,33 @@ class TensorComparison:
     def _elements(self, row_a: int, row_b: int, boxes: Sequence[Box]) -> tuple[int, float]:
         """Return the number of elements that differ, and the largest difference."""
         differing, max_abs = 0, 0.0
-        itemsize = self.a.manifest.tensors.meta_of(row_a).dtype.itemsize
+        dtype = self.a.manifest.tensors.meta_of(row_a).dtype
         for box in boxes:
-            for piece in split_box(box, box, itemsize, _PIECE_BYTES, 0):
-                count, largest = _compare(self.read_a.read(row_a, piece), self.read_b.read(row_b, piece), self.differs)
+            for piece in split_box(box, box, dtype.itemsize, _PIECE_BYTES, 0):
+                count, largest = self._compare(self.read_a.read(row_a, piece), self.read_b.read(row_b, piece), dtype)
                 differing += count
                 max_abs = largest if largest != largest or largest > max_abs else max_abs
         return differing, max_abs
 
-
-def _compare(a: torch.Tensor, b: torch.Tensor, differs: Differs | None) -> tuple[int, float]:
-    a, b = a.reshape(-1), b.reshape(-1)
-    if a.dtype == b.dtype:
-        unequal = _bits_differ(a, b)
+    def _compare(self, a: torch.Tensor, b: torch.Tensor, dtype: DType) -> tuple[int, float]:
+        a, b = a.reshape(-1), b.reshape(-1)
+        if a.dtype == b.dtype:
+            unequal = _bits_differ(a, b)
+            if not unequal.any():
+                return 0, 0.0
+            if dtype.kind == "bits":
+                return int(unequal.sum()), float("nan")
+            a, b = _as_numbers(a[unequal]), _as_numbers(b[unequal])
+            unequal = unequal[unequal]
+        else:
+            a, b = _as_numbers(a), _as_numbers(b)
+            unequal = ~((a == b) | ((a != a) & (b != b)))
+        if self.rtol or self.atol:
+            unequal = ~(((a - b).abs() <= self.atol + self.rtol * b.abs()) | (a == b) | ((a != a) & (b != b)))
         if not unequal.any():
             return 0, 0.0
-        if not _is_number(a.dtype):
-            return int(unequal.sum()), float("nan")
-        a, b = _as_numbers(a[unequal]), _as_numbers(b[unequal])
-        unequal = unequal[unequal]
-    else:
-        a, b = _as_numbers(a), _as_numbers(b)
-        unequal = ~((a == b) | ((a != a) & (b != b)))
-    if differs is not None:
-        unequal = differs(a, b)
-    if not unequal.any():
-        return 0, 0.0
-    gap = (a[unequal] - b[unequal]).abs()
-    return int(unequal.sum()), float("nan") if bool((gap != gap).any()) else float(gap.max())
+        gap = (a[unequal] - b[unequal]).abs()
+        return int(unequal.sum()), float("nan") if bool((gap != gap).any()) else float(gap.max())
 
 
 def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -262,14 +248,6 @@ def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return differ.any(1)
     carrier = _CARRIERS[a.dtype.itemsize]
     return a.view(carrier) != b.view(carrier)
-
-
-def _is_number(dtype: torch.dtype) -> bool:
-    try:
-        _as_numbers(torch.empty(0, dtype=dtype))
-    except (RuntimeError, TypeError):  # opaque bits
-        return False
-    return True
 
 
 def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
