@@ -69,7 +69,7 @@ def check_tree(root: Any, limit: int) -> None:
     while walk.instances:
         _, one = walk.instances.popitem()
         walk.checked[id(one)] = None
-        walk.visit((one.args, one.kwargs, one.state, one.items, one.pairs), 0)
+        walk.visit((one.args, one.state), 0)
 
 
 class _Walk:

@@ -87,10 +87,7 @@ class Machine:
         self.budget -= 9 * len(items)
         if type(target) is list or type(target) is deque:
             target.extend(items)
-        elif type(target) is Instance:
-            target.items = target.items or []  # most instances have none, and share one empty tuple
-            target.items.extend(items)
-        else:
+        elif type(target) is not Instance:
             raise FormatError(f"items are appended to a {type(target).__name__}")
 
     def set_items(self, items: list[Any]) -> None:
@@ -100,14 +97,11 @@ class Machine:
         if len(keys) != len(values):
             raise FormatError("a key has no value")
         self.budget -= 100 * len(keys)
-        if type(target) is Instance:
-            target.pairs = target.pairs or []
-            target.pairs.extend(zip(keys, values, strict=True))
-        elif type(target) in _MAPPINGS:
+        if type(target) in _MAPPINGS:
             self._check_keys(keys)
             for key, value in zip(keys, values, strict=True):
                 target[key] = value
-        else:
+        elif type(target) is not Instance:
             raise FormatError(f"keys are set in a {type(target).__name__}")
 
     def add_items(self, items: list[Any]) -> None:
@@ -144,7 +138,7 @@ class Machine:
         known = None if new or kwargs else FUNCTIONS.get(function)
         self.budget -= 200
         if known is None:
-            self.stack.append(Instance(function, args, kwargs))
+            self.stack.append(Instance(function, args))
             return
         for one in args:  # which the function may copy
             if type(one) in _TEXTS:

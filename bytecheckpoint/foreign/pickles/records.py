@@ -28,22 +28,18 @@ class Global(NamedTuple):
 class Instance:
     """An object of a class, or the result of a call, that this library does not interpret.
 
+    Keyword arguments, and what a subclass of list, set or dict contains, are not kept.
+
     Attributes:
         cls: The class or function.
         args: The positional arguments. An enum member has its value; from some versions of Python, ``cls`` is
             ``builtins.getattr`` and the arguments are the class and the member's name.
-        kwargs: The keyword arguments; None without any.
         state: What the object's ``__getstate__`` returned; usually a dict of attributes. None without a state.
-        items: What was appended, for a subclass of list or set.
-        pairs: The keys and values that were set, for a subclass of dict.
     """
 
     cls: Global
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
     state: Any = None
-    items: list[Any] | tuple[()] = ()
-    pairs: list[tuple[Any, Any]] | tuple[()] = ()
 
     @property
     def attributes(self) -> Mapping[str, Any]:
