@@ -49,11 +49,7 @@ def find_folder(source: SourcePath) -> SourcePath | None:
 
 
 def _has_model(folder: SourcePath) -> bool:
-    if any(map(_MODEL.fullmatch, folder.children)):
-        return True
-    if any(map(_PIPELINE.fullmatch, folder.children)):
-        raise _pipeline(folder.url)
-    return False
+    return any(_MODEL.fullmatch(name) or _PIPELINE.fullmatch(name) for name in folder.children)
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,10 @@ class DeepSpeedFiles:
                     )
                 files[rank] = name
         if any(map(_PIPELINE.fullmatch, folder.children)):
-            raise _pipeline(folder.url)
+            raise CheckpointError(
+                f"{folder.url} holds layer files of DeepSpeed's pipeline parallelism, which are not supported: they "
+                f"do not state the names of the whole model. Load them with the engine that wrote them"
+            )
         if 0 not in model:
             name = re.sub(r"rank_\d+", "rank_0", model[min(model)], count=1)
             raise CorruptionError(f"{folder.url}/{name}: file is missing; fetch it again")
@@ -178,10 +177,3 @@ def items_of(found: Any, what: str, where: str) -> Sequence[Any]:
     if not isinstance(found, (list, tuple)):
         raise FormatError(f"{where}: {what} is {type(found).__name__} {found!r:.80}, not a list")
     return found
-
-
-def _pipeline(url: str) -> CheckpointError:
-    return CheckpointError(
-        f"{url} holds layer files of DeepSpeed's pipeline parallelism, which are not supported: they "
-        f"do not state the names of the whole model. Load them with the engine that wrote them"
-    )
