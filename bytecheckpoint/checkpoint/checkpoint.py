@@ -264,11 +264,19 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     def _entries(self, section: str, rank: int) -> dict[Path, Any]:
         """The section's values, and what describes the containers around values and tensors."""
-        self._require_section(section)
+        self.require_section(section)
         values = self.index.values(section=section, ranks=(rank,))
         return decoded_values(values, lambda value: decode_value(value.encoded, where=value.name))
 
-    def _require_section(self, section: str) -> None:
+    def require_section(self, section: str) -> None:
+        """Check that a section is stored.
+
+        Args:
+            section: Name of the section.
+
+        Raises:
+            NameNotFoundError: It is not stored.
+        """
         if self.manifest.section_index(section) is None:
             raise NameNotFoundError(f"{self.url} has no section {section!r}; it has {', '.join(self.sections)}")
 
@@ -352,7 +360,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         Raises:
             NameNotFoundError: The section is not stored.
         """
-        self._require_section(section)
+        self.require_section(section)
         tensors, rows = self.manifest.tensors, dict[str, int]()
         for row in self.manifest.section_tensors(section).tolist():
             owner, fqn = int(self.manifest.scope[row]), tensors.fqn_of(row)

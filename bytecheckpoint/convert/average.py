@@ -15,9 +15,10 @@ from ..checkpoint.index import Index
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.manifest_file import commit
 from ..checkpoint.selection import Exclusion
-from ..errors import MismatchError, NameNotFoundError, UsageError
+from ..errors import MismatchError, UsageError
 from ..format.manifest.document import timestamp
 from ..loading.matching import fault_lines
+from ..runtime.arguments import check_arguments
 from ..runtime.modes import default_modes
 from ..tensors.dtypes import DType
 from .diff import TensorComparison, value_diffs
@@ -96,8 +97,9 @@ def average(
         StorageError: A store failed.
     """
     shares = _shares(checkpoints, weights)
-    if step is not None and step < 0:
-        raise UsageError(f"step must not be negative: {step}")
+    step = check_arguments({"step": step})["step"]
+    if not sections:
+        raise UsageError("an average needs at least one section")
     store = Location.of(target).open()
     for one in checkpoints:
         refuse_checkpoint(store, one.url)
@@ -159,11 +161,8 @@ class _Contents:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, sections: Sequence[str], exclude: Exclusion) -> _Contents:
-        lacking = [name for name in sections if name not in checkpoint.sections]
-        if lacking or not sections:
-            raise NameNotFoundError(
-                f"{checkpoint.url} has no section {', '.join(lacking)}; it has {', '.join(checkpoint.sections)}"
-            )
+        for name in sections:
+            checkpoint.require_section(name)
         part = chosen_part(checkpoint.index, {name: name for name in sections}, exclude)
         rows = {full: row for row, full in enumerate(checkpoint.manifest.tensors.names) if full}
         kept = [full for full in part.manifest.tensors.names if full in rows]

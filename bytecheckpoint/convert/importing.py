@@ -12,6 +12,7 @@ from ..checkpoint.selection import Exclusion
 from ..errors import UsageError
 from ..format.manifest.document import timestamp
 from ..frameworks.sections import check_state
+from ..runtime.arguments import check_arguments
 from ..runtime.modes import default_modes
 from .reshard import chosen_part, whole_files
 from .rewriter import Progress, Rewriter, refuse_checkpoint
@@ -77,8 +78,7 @@ def import_checkpoint(
     index = source.index
     if index.has_checksums:
         raise UsageError(f"{source.url} is a checkpoint of this library already; use bcp copy or bcp reshard")
-    if step is not None and step < 0:
-        raise UsageError(f"step must not be negative: {step}")
+    step = check_arguments({"step": step})["step"]
     if section is not None:
         check_state({section: None})
         if len(source.sections) > 1:

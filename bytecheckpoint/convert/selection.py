@@ -79,10 +79,7 @@ class ExportSelection:
         """
         check_choice("tied", self.tied, Tied)
         manifest = self.checkpoint.manifest
-        if manifest.section_index(self.section) is None:
-            raise NameNotFoundError(
-                f"{self.checkpoint.url} has no section {self.section!r}; it has {', '.join(self.checkpoint.sections)}"
-            )
+        self.checkpoint.require_section(self.section)
         if not self.checkpoint.index.is_own:
             values = self.checkpoint.index.values(section=self.section)
             refuse_unread(filter(self._is_weight, values), self.checkpoint.url)

@@ -13,7 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.location import AnyLocation, Location
 from ..checkpoint.selection import Exclusion
 from ..checkpoint.values import refuse_unread
-from ..errors import KeyExistsError, KeyNotFoundError, NameNotFoundError, StateError, UsageError
+from ..errors import KeyExistsError, KeyNotFoundError, StateError, UsageError
 from ..foreign.source_path import open_parent
 from ..frameworks.tree_paths import find_all, replace_all
 from ..runtime.modes import default_modes
@@ -118,9 +118,8 @@ def _flattened(tree: Any) -> Any:
 
 def exportable_state(checkpoint: Checkpoint, section: str | None, exclude: Sequence[str]) -> dict[str, Any]:
     """Return the state of all sections, or of one, with ``StoredTensorRef``s. Raises as ``export_torch_file``."""
-    if section is not None and section not in checkpoint.sections:
-        raise NameNotFoundError(f"{checkpoint.url} has no section {section!r}; it has {', '.join(checkpoint.sections)}")
-
+    if section is not None:
+        checkpoint.require_section(section)
     excluded = Exclusion(exclude)
     chosen = checkpoint.sections if section is None else [section]
     values = (value for value in checkpoint.index.values() if value.section in chosen and not excluded(value.name))

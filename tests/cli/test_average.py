@@ -160,9 +160,9 @@ def test_all_differences_are_listed_at_once(three: list[Path], tmp_path: Path, b
         ([0, 1], {"weights": [1]}, UsageError, "1 weights for 2 checkpoints"),
         ([0, 1], {"weights": [1, -1]}, UsageError, "positive sum"),
         ([0, 1], {"weights": [1, float("nan")]}, UsageError, "finite"),
-        ([0, 1], {"sections": ["ema"]}, NameNotFoundError, "has no section ema; it has extra_state, model"),
+        ([0, 1], {"sections": ["ema"]}, NameNotFoundError, "has no section 'ema'; it has extra_state, model"),
         ([0, 1], {"sections": ["extra_state"]}, MismatchError, r"extra_state\.seed"),
-        ([0, 1], {"step": -1}, UsageError, "negative"),
+        ([0, 1], {"step": -1}, UsageError, "step must be a whole number"),
     ],
 )
 def test_refused(
