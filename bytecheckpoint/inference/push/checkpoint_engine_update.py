@@ -96,10 +96,11 @@ class Update:
         return not wait(running, max(timeout_s, 0.0)).not_done
 
     def begin(self, handles: Sequence[Handle]) -> None:
-        """Send each worker its handle, when it has connected."""
-        for worker, handle in zip(self._workers, handles, strict=True):
+        """Send each worker its handle, when all have connected."""
+        for worker in self._workers:
             late = "did not begin an update", "is the engine busy, or stopped, or on another host?"
             self._await(worker, self._zmq.POLLOUT, *late)
+        for worker, handle in zip(self._workers, handles, strict=True):
             self._send(worker, handle)
 
     def send(self, message: Any) -> None:
