@@ -30,7 +30,7 @@ from ..errors import CommitUnknownError, KeyExistsError, KeyNotFoundError
 from ..format.checksums import checksum_of, empty_checksums
 from ..format.manifest.document import Manifest, timestamp
 from ..format.manifest.envelope import MANIFEST_KEY
-from ..format.safetensors import HeaderEntry, build_header
+from ..format.safetensors import build_header
 from ..planners.extents import runs_of, split_box
 from ..runtime.threads import Threads
 from ..saving.record import file_table
@@ -107,7 +107,7 @@ class OutputFile:
         Tensors with larger elements come first, so that every tensor is aligned.
         """
         ordered = tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
-        entries = [HeaderEntry(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in ordered]
+        entries = [(tensor.name, BasicMeta(tensor.dtype, tensor.shape)) for tensor in ordered]
         return cls(key, section, build_header(entries, note), ordered)
 
     @property

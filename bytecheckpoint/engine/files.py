@@ -14,10 +14,11 @@ import numpy.typing as npt
 from ..format.checksums import Checksums, checksum_of
 from ..format.hf_index import ADAPTER_SECTION
 from ..format.manifest.files import encoded_head
-from ..format.safetensors import HeaderEntry, build_header, shard_name
+from ..format.safetensors import build_header, shard_name
 from ..planners.save_plan import consecutive_offsets
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Shard
 from ..tensors.tables import Int64
 
@@ -114,19 +115,13 @@ def data_key(attempt: str, section: str, rank: int, kind: str, codec: str = "raw
 
 def lay_out_file(section: str, rows: Int64, shards: Sequence[Shard], metadata: dict[str, str]) -> FileLayout:
     """Lay out a file that holds ``shards``, which are the rows ``rows`` of a rank's local plan."""
-    nbytes = [shard.box.numel * shard.meta.dtype.itemsize for shard in shards]
-    entries = [
-        HeaderEntry(
-            name=shard_name(shard.fqn, shard.box, whole=shard.box == Box.whole(shard.meta.shape)),
-            dtype=shard.meta.dtype,
-            shape=shard.box.lengths,
-            nbytes=size,
-        )
-        for shard, size in zip(shards, nbytes, strict=True)
-    ]
+    names = [shard_name(one.fqn, one.box, whole=one.box == Box.whole(one.meta.shape)) for one in shards]
+    metas = [BasicMeta(one.meta.dtype, one.box.lengths) for one in shards]
+    nbytes = [meta.nbytes for meta in metas]
     offsets, _ = consecutive_offsets(np.array(nbytes, np.int64))
     widths = [_width(shard.meta.dtype) for shard in shards]
-    return FileLayout(section, rows.tolist(), build_header(entries, metadata), offsets.tolist(), nbytes, widths)
+    head = build_header(zip(names, metas, strict=True), metadata)
+    return FileLayout(section, rows.tolist(), head, offsets.tolist(), nbytes, widths)
 
 
 def tensor_image(key: str, layout: FileLayout, shards: Sequence[Shard] = (), codec: str = "raw") -> FileImage:

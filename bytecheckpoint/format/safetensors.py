@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import FormatError
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta
 
 DATA_ALIGNMENT = 4096
 """The alignment of the data area in bytes, in files that this library writes."""
@@ -32,16 +33,6 @@ _PACKED = "F4"  # two elements of the format are one of torch
 _BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors is not None}
 # Bits per element of every code of the format. torch has no dtypes for the last two.
 _CODE_BITS = {code: 8 * dtype.itemsize for code, dtype in _BY_CODE.items()} | {_PACKED: 4, "F6_E2M3": 6, "F6_E3M2": 6}
-
-
-@dataclass(frozen=True)
-class HeaderEntry:
-    """A tensor to write: its name in the file, and ``nbytes`` bytes of row-major data."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -87,21 +78,21 @@ def dtype_and_shape(record: HeaderRecord) -> tuple[DType, tuple[int, ...]] | Non
     return None if dtype is None else (dtype, shape)
 
 
-def build_header(entries: Sequence[HeaderEntry], metadata: dict[str, str]) -> bytes:
-    """Return the first bytes of a file, up to the data area. ``entries`` are in file order and lie back to back.
+def build_header(entries: Iterable[tuple[str, BasicMeta]], metadata: dict[str, str]) -> bytes:
+    """Return the first bytes of a file, up to the data area.
 
-    Raises ``FormatError`` for a duplicate name, an entry whose size does not match its shape, and a header that exceeds
-    the 100 MB that stock readers accept.
+    ``entries`` are the tensors' names in the file, with dtypes and shapes, in file order. They lie back to back.
+
+    Raises ``FormatError`` for a duplicate name, and for a header that exceeds the 100 MB that stock readers accept.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     begin = 0
-    for entry in entries:
-        _check_name(entry.name, is_taken=entry.name in header)
-        if entry.nbytes != prod(entry.shape) * entry.dtype.itemsize:
-            raise FormatError(f"{entry.name}: {entry.nbytes} bytes are not {entry.dtype}{list(entry.shape)}")
-        code, shape = code_and_shape(entry.dtype, entry.shape) or ("U8", (*entry.shape, entry.dtype.itemsize))
-        header[entry.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, begin + entry.nbytes]}
-        begin += entry.nbytes
+    for name, meta in entries:
+        _check_name(name, is_taken=name in header)
+        code, shape = code_and_shape(*meta) or ("U8", (*meta.shape, meta.dtype.itemsize))
+        end = begin + meta.nbytes
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+        begin = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     padded = -(-(8 + len(text)) // DATA_ALIGNMENT) * DATA_ALIGNMENT
     if padded - 8 > _MAX_HEADER:

@@ -17,7 +17,7 @@ from made_manifests import make_manifest
 from bytecheckpoint.format.checksums import checksum_column, checksum_of
 from bytecheckpoint.format.manifest.document import Manifest
 from bytecheckpoint.format.manifest.envelope import encode
-from bytecheckpoint.format.safetensors import HeaderEntry, build_header, shard_name
+from bytecheckpoint.format.safetensors import build_header, shard_name
 from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
 from bytecheckpoint.tensors.geometry import Box, decompose
 from bytecheckpoint.tensors.metadata import BasicMeta
@@ -38,7 +38,7 @@ def write_checkpoint(root: Path, manifest: Manifest, contents: dict[str, np.ndar
             meta, box = manifest.tensors.meta_of(tensor), manifest.shards.box_of(row)
             data = contents[manifest.tensors.names[tensor]][box.slices()].tobytes()
             fqn = shard_name(manifest.tensors.fqn_of(tensor), box, whole=box == Box.whole(meta.shape))
-            entries.append(HeaderEntry(fqn, meta.dtype, box.lengths, len(data)))
+            entries.append((fqn, BasicMeta(meta.dtype, box.lengths)))
             step = int(manifest.files.chunk_size[file])
             sums[row] = [checksum_of(data[at : at + step]) for at in range(0, len(data), step)]
             body += data

@@ -15,16 +15,14 @@ from safetensors import safe_open
 from sampling import examples
 
 from bytecheckpoint.errors import FormatError
-from bytecheckpoint.format.safetensors import DATA_ALIGNMENT, HeaderEntry, build_header, parse_header, shard_name
+from bytecheckpoint.format.safetensors import DATA_ALIGNMENT, build_header, parse_header, shard_name
 from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
 from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.metadata import BasicMeta
 
-F32 = find_dtype("float32")
 
-
-def entry(name: str, dtype: str, shape: tuple[int, ...]) -> HeaderEntry:
-    found = find_dtype(dtype)
-    return HeaderEntry(name, found, shape, torch.Size(shape).numel() * found.itemsize)
+def entry(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, BasicMeta]:
+    return name, BasicMeta(find_dtype(dtype), shape)
 
 
 def reader(data: bytes) -> Callable[[int, int], bytes]:
@@ -40,26 +38,26 @@ NAMES = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=
 ENTRIES = st.lists(
     st.builds(entry, NAMES, st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=3).map(tuple)),
     max_size=6,
-    unique_by=lambda e: e.name,
-).map(lambda entries: sorted(entries, key=lambda e: -e.dtype.itemsize))
+    unique_by=lambda e: e[0],
+).map(lambda entries: sorted(entries, key=lambda e: -e[1].dtype.itemsize))
 
 
 @settings(deadline=None, max_examples=examples(100))
 @given(ENTRIES, st.dictionaries(NAMES, NAMES, max_size=2))
 def test_stock_library_opens_what_is_built(
-    tmp_path_factory: pytest.TempPathFactory, entries: list[HeaderEntry], metadata: dict[str, str]
+    tmp_path_factory: pytest.TempPathFactory, entries: list[tuple[str, BasicMeta]], metadata: dict[str, str]
 ) -> None:
     head = build_header(entries, metadata)
-    body = bytes(i % 256 for i in range(sum(e.nbytes for e in entries)))
+    body = bytes(i % 256 for i in range(sum(meta.nbytes for _, meta in entries)))
     path = tmp_path_factory.getbasetemp() / "stock.safetensors"
     path.write_bytes(head + body)
     assert len(head) % DATA_ALIGNMENT == 0
     at = 0
     with safe_open(path, framework="pt") as stock:
-        assert sorted(stock.keys()) == sorted(e.name for e in entries)
+        assert sorted(stock.keys()) == sorted(name for name, _ in entries)
         assert (stock.metadata() or {}) == metadata
-        for e in entries:
-            tensor = stock.get_tensor(e.name)
+        for name, e in entries:
+            tensor = stock.get_tensor(name)
             if e.dtype.safetensors is None or (e.dtype.safetensors == "F4" and not e.shape):  # F4 counts pairs in a row
                 assert (tensor.dtype, tuple(tensor.shape)) == (torch.uint8, (*e.shape, e.dtype.itemsize))
             else:
@@ -69,7 +67,7 @@ def test_stock_library_opens_what_is_built(
     header = parse_header(reader(head + body), len(head + body))
     assert header.data_start == len(head)
     assert header.metadata == metadata
-    assert {r.name for r in header.entries} == {e.name for e in entries}
+    assert {r.name for r in header.entries} == {name for name, _ in entries}
 
 
 def test_files_of_the_stock_library_are_read(tmp_path: Path) -> None:
@@ -88,7 +86,6 @@ def test_build_refuses() -> None:
         [entry("__metadata__", "int8", (1,))],
         [entry("a\0", "int8", (1,))],
         [entry("\ud800", "int8", (1,))],
-        [HeaderEntry("a", F32, (2,), 4)],
     ):
         with pytest.raises(FormatError):
             build_header(entries, {})

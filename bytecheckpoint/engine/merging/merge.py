@@ -20,7 +20,7 @@ import torch
 
 from ...control.base import NoStreams, Operation, Streams
 from ...errors import ControlError
-from ...format.safetensors import HeaderEntry, build_header
+from ...format.safetensors import build_header
 from ...planners.gather_share import FragmentSlices, GatherShare
 from ...planners.local_plan import LocalPlan
 from ...storage_backends.base import StorageBackend
@@ -157,8 +157,7 @@ class MergeWork:
         files = []
         for index, section in enumerate(items.sections):
             rows = np.flatnonzero(items.section == index)
-            metas = [(items.fqn_of(row), items.meta_of(row)) for row in rows.tolist()]
-            head = build_header([HeaderEntry(fqn, m.dtype, m.shape, m.nbytes) for fqn, m in metas], metadata)
+            head = build_header([(items.fqn_of(row), items.meta_of(row)) for row in rows.tolist()], metadata)
             sizes = nbytes[rows]
             files.append(FileLayout(section, [], head, (np.cumsum(sizes) - sizes).tolist(), sizes.tolist()))
         outgoing, incoming = share.outgoing(plan), share.incoming()
