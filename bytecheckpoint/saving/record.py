@@ -14,7 +14,7 @@ from ..engine.files import data_key
 from ..engine.writing import WrittenFile
 from ..errors import PlanError
 from ..format.checksums import CHECKSUM_BYTES, Checksums, checksum_column, empty_checksums
-from ..format.manifest.document import Manifest, SectionInfo, timestamp
+from ..format.manifest.document import Manifest, SectionInfo, find_frames, timestamp
 from ..format.manifest.files import FileTable, FrameTable, ReferenceTable
 from ..format.safetensors import DATA_ALIGNMENT
 from ..planners.save_plan import SavePlan
@@ -133,10 +133,7 @@ def build_manifest(
     at = {(rank, file.section): row for row, (rank, file) in enumerate(written) if file.kind == "tensors"}
     file_row = np.array([at[f.rank, f.section] for f in plan.files], np.int64)
     section_index = {name: index for index, (name, _) in enumerate(plan.sections)}
-    files = file_table(written, section_index)
-    shard_file = file_row[plan.file] if len(plan.file) else plan.file
-    files.frames = _frame_table(plan, files, shard_file, written, older or ReferenceTable())
-    return Manifest(
+    manifest = Manifest(
         library_version=library_version,
         step=step,
         created=timestamp(),
@@ -144,16 +141,18 @@ def build_manifest(
         attempt=attempt,
         metadata=metadata,
         sections=[SectionInfo(name, kind) for name, kind in plan.sections],
-        files=files,
+        files=file_table(written, section_index),
         tensors=plan.tensors,
         scope=plan.scope,
         shards=plan.shards,
-        shard_file=shard_file,
+        shard_file=file_row[plan.file] if len(plan.file) else plan.file,
         shard_offset=plan.offset,
         checksums=_in_shard_order(plan, file_row, written),
         aliases=plan.aliases,
         is_shared=is_shared,
-    ).in_order()
+    )
+    manifest.files.frames = _frame_table(manifest, written, older or ReferenceTable())
+    return manifest.in_order()
 
 
 def file_table(written: Sequence[tuple[int, WrittenFile]], section_index: Mapping[str, int]) -> FileTable:
@@ -172,27 +171,20 @@ def file_table(written: Sequence[tuple[int, WrittenFile]], section_index: Mappin
 
 
 def _frame_table(
-    plan: SavePlan,
-    files: FileTable,
-    shard_file: Int64,
-    written: Sequence[tuple[int, WrittenFile]],
-    older: ReferenceTable,
+    manifest: Manifest, written: Sequence[tuple[int, WrittenFile]], older: ReferenceTable
 ) -> FrameTable | None:
     frames = [file.frames for _, file in written if file.frames is not None]
     if not frames:
         return None
     source = np.concatenate([one.source for one in frames])
     used = np.unique(source[source > 0])
-    return FrameTable.build(
-        files,
+    return find_frames(
+        manifest,
         np.concatenate([one.length for one in frames]),
         np.concatenate([one.checksums for one in frames]),
         source=np.where(source > 0, np.searchsorted(used, source) + 1, 0),
         offset=np.concatenate([one.offset for one in frames]),
         references=ReferenceTable([older.name[row] for row in (used - 1).tolist()], older.size[used - 1]),
-        shard_file=shard_file,
-        shard_offset=plan.offset,
-        shard_nbytes=plan.shards.nbytes(plan.tensors),
     )
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import FormatError
 from ...tensors.geometry import Box
 from ...tensors.metadata import ByteMeta
 from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 from ..checksums import Checksums, empty_checksums
-from .files import FileTable, FrameTable, ReferenceTable, is_encoded
+from .files import MAX_ENCODED_CHUNK, FileTable, FrameTable, ReferenceTable, is_encoded
 
 
 def timestamp() -> str:
@@ -200,16 +201,13 @@ class Manifest(Summary):
         if frames is None or not frames.references.name:
             return replace(self, is_shared=False) if self.is_shared else self
         length = np.where(is_encoded(files.codec), frames.sums(frames.length), files.size - files.head_length)
-        own = FrameTable.build(
-            files,
+        own = find_frames(
+            self,
             frames.length,
             frames.checksums,
             source=np.zeros_like(frames.source),
             offset=frames.source[:0],
             references=ReferenceTable(),
-            shard_file=self.shard_file,
-            shard_offset=self.shard_offset,
-            shard_nbytes=self.shard_nbytes,
         )
         return replace(self, is_shared=False, files=replace(files, size=files.head_length + length, frames=own))
 
@@ -271,6 +269,55 @@ class Manifest(Summary):
         """The tensor rows of a section; none for a section that is not stored."""
         index = self.section_index(name)
         return np.flatnonzero(self.tensors.section == (-1 if index is None else index))
+
+
+def find_frames(
+    manifest: Manifest,
+    length: Int64,
+    checksums: Checksums,
+    *,
+    source: Int64,
+    offset: Int64,
+    references: ReferenceTable,
+) -> FrameTable:
+    """Find the chunk of each frame among those of the manifest's shards, whatever its own frames are.
+
+    ``offset`` are the positions of the frames that references hold, in order. Raises ``FormatError`` if the frames
+    are not those of the shards. The numbers are untrusted; ``validate`` checks the references.
+    """
+    files, shard_file, shard_offset = manifest.files, manifest.shard_file, manifest.shard_offset
+    encoded, chunk_size, shard_nbytes = is_encoded(files.codec), files.chunk_size, manifest.shard_nbytes
+    if len(shard_file) and int(shard_file.max()) >= len(files):
+        raise FormatError("manifest: a shard refers to a file that does not exist")
+    if ((chunk_size < 1) | (encoded & (chunk_size > MAX_ENCODED_CHUNK))).any():
+        raise FormatError(f"manifest: the chunk size of an encoded file is not from 1 to {MAX_ENCODED_CHUNK}")
+    rows = np.flatnonzero(encoded[shard_file] & (shard_nbytes != 0)) if len(files) else shard_file[:0]
+    rows = rows[np.lexsort((shard_offset[rows], shard_file[rows]))]
+    file, nbytes = shard_file[rows], shard_nbytes[rows]
+    counts = -(-nbytes // chunk_size[file])
+    # The maximum is compared first, because hostile counts may have a sum that wraps around.
+    if (nbytes < 0).any() or int(counts.max(initial=0)) > len(length) or int(counts.sum()) != len(length):
+        raise FormatError(f"manifest: {len(length)} frames, but the encoded files have {int(counts.sum())} chunks")
+    skipped = ragged_positions(np.zeros_like(counts), counts) * np.repeat(chunk_size[file], counts)
+    rest = np.repeat(nbytes, counts) - skipped
+    of_file = np.repeat(file, counts)
+    found = np.minimum(rest, chunk_size[of_file])
+    bad = (length < 1) | (length > found)
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise FormatError(f"manifest: frame {at} has {length[at]} bytes, not from 1 to the {found[at]} of its chunk")
+    if len(source) != len(length) or len(offset) != np.count_nonzero(source):
+        raise FormatError("manifest: columns of frames differ in length")
+    if len(checksums) != np.count_nonzero(length < found):
+        raise FormatError(f"manifest: {len(checksums)} checksums are not those of the frames that are encoded")
+    starts = np.searchsorted(of_file, np.arange(len(files) + 1))
+    stored = np.where(source == 0, length, 0)
+    ends = np.cumsum(stored)
+    before = np.append(0, ends)[starts[:-1]]
+    position = ends - stored - before[of_file] + files.head_length[of_file]
+    position[source != 0] = offset
+    begin = np.repeat(shard_offset[rows], counts) + skipped
+    return FrameTable(length, checksums, starts, begin, found, position, source, references)
 
 
 def _chunks(nbytes: Int64, chunk_size: Int64) -> Int64:

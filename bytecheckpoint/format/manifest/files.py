@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import FormatError
-from ...tensors.tables import Int64, ragged_positions
+from ...tensors.tables import Int64
 from ..checksums import Checksums
 
 COMPANION = "companion"
@@ -109,60 +108,6 @@ class FrameTable:
     position: Int64
     source: Int64
     references: ReferenceTable
-
-    @classmethod
-    def build(
-        cls,
-        files: FileTable,
-        length: Int64,
-        checksums: Checksums,
-        *,
-        source: Int64,
-        offset: Int64,
-        references: ReferenceTable,
-        shard_file: Int64,
-        shard_offset: Int64,
-        shard_nbytes: Int64,
-    ) -> FrameTable:
-        """Find the chunk of each frame.
-
-        ``offset`` are the positions of the frames that references hold, in order. Raises ``FormatError`` if the frames
-        are not those of the shards. The numbers are untrusted; ``validate`` checks the references.
-        """
-        encoded, chunk_size = is_encoded(files.codec), files.chunk_size
-        if len(shard_file) and int(shard_file.max()) >= len(files):
-            raise FormatError("manifest: a shard refers to a file that does not exist")
-        if ((chunk_size < 1) | (encoded & (chunk_size > MAX_ENCODED_CHUNK))).any():
-            raise FormatError(f"manifest: the chunk size of an encoded file is not from 1 to {MAX_ENCODED_CHUNK}")
-        rows = np.flatnonzero(encoded[shard_file] & (shard_nbytes != 0)) if len(files) else shard_file[:0]
-        rows = rows[np.lexsort((shard_offset[rows], shard_file[rows]))]
-        file, nbytes = shard_file[rows], shard_nbytes[rows]
-        counts = -(-nbytes // chunk_size[file])
-        # The maximum is compared first, because hostile counts may have a sum that wraps around.
-        if (nbytes < 0).any() or int(counts.max(initial=0)) > len(length) or int(counts.sum()) != len(length):
-            raise FormatError(f"manifest: {len(length)} frames, but the encoded files have {int(counts.sum())} chunks")
-        skipped = ragged_positions(np.zeros_like(counts), counts) * np.repeat(chunk_size[file], counts)
-        rest = np.repeat(nbytes, counts) - skipped
-        of_file = np.repeat(file, counts)
-        found = np.minimum(rest, chunk_size[of_file])
-        bad = (length < 1) | (length > found)
-        if bad.any():
-            at = int(np.argmax(bad))
-            raise FormatError(
-                f"manifest: frame {at} has {length[at]} bytes, not from 1 to the {found[at]} of its chunk"
-            )
-        if len(source) != len(length) or len(offset) != np.count_nonzero(source):
-            raise FormatError("manifest: columns of frames differ in length")
-        if len(checksums) != np.count_nonzero(length < found):
-            raise FormatError(f"manifest: {len(checksums)} checksums are not those of the frames that are encoded")
-        starts = np.searchsorted(of_file, np.arange(len(files) + 1))
-        stored = np.where(source == 0, length, 0)
-        ends = np.cumsum(stored)
-        before = np.append(0, ends)[starts[:-1]]
-        position = ends - stored - before[of_file] + files.head_length[of_file]
-        position[source != 0] = offset
-        begin = np.repeat(shard_offset[rows], counts) + skipped
-        return cls(length, checksums, starts, begin, found, position, source, references)
 
     @property
     def stored(self) -> Int64:

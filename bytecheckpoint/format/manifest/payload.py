@@ -25,7 +25,7 @@ from .columns import (
     unpack_names,
     unpack_numbers,
 )
-from .document import Manifest, SectionInfo, Summary
+from .document import Manifest, SectionInfo, Summary, find_frames
 from .files import FileTable, FrameTable, ReferenceTable, is_encoded
 from .validation import MAX_NDIM
 
@@ -216,16 +216,13 @@ def _unpack_frames(top: Mapping[str, Any], manifest: Manifest) -> FrameTable | N
     checksums = unpack_checksums("frames.checksums", column["checksums"])
     if not (is_encoded(manifest.files.codec).any() or count or len(checksums) or names):
         return None
-    return FrameTable.build(
-        manifest.files,
+    return find_frames(
+        manifest,
         unpack_numbers("frames.length", column["length"], count),
         checksums,
         source=source,
         offset=unpack_numbers("frames.offset", column["offset"], int(np.count_nonzero(source))),
         references=ReferenceTable(names, unpack_numbers("references.size", found["size"], len(names))),
-        shard_file=manifest.shard_file,
-        shard_offset=manifest.shard_offset,
-        shard_nbytes=manifest.shard_nbytes,
     )
 
 
