@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 
 from ..tensors.derived import is_derived
 from ..tensors.shards import Shard
 
+_Placed: TypeAlias = tuple[int, int, Shard]
+"""A shard, after where its bytes begin and end."""
+
 
 class _Extent(NamedTuple):
-    """The bytes from the first to the last element of a shard, by address. ``steps`` are (stride, size) in elements.
+    """The bytes from the first to the last element of a tensor, by address. ``steps`` are (stride, size) in elements.
 
     Expanded dimensions count once: their elements share memory as a whole, which the load checks separately.
     """
@@ -22,7 +25,6 @@ class _Extent(NamedTuple):
     end: int
     itemsize: int
     steps: tuple[tuple[int, int], ...]
-    fqn: str
 
 
 def overlapping_shards(shards: Iterable[Shard]) -> Iterator[tuple[str, str]]:
@@ -30,7 +32,7 @@ def overlapping_shards(shards: Iterable[Shard]) -> Iterator[tuple[str, str]]:
 
     Two shards that cover the same contiguous bytes do not count: they are one tensor in two shapes or sections.
     """
-    by_device: dict[torch.device, list[tuple[int, int, Shard]]] = {}
+    by_device: dict[torch.device, list[_Placed]] = {}
     for shard in shards:
         tensor = shard.tensor
         if is_derived(tensor) or tensor.is_meta or not (nbytes := tensor.nbytes):
@@ -38,38 +40,23 @@ def overlapping_shards(shards: Iterable[Shard]) -> Iterator[tuple[str, str]]:
         start = tensor.data_ptr()
         end = start + nbytes
         if not tensor.is_contiguous():
-            extent = _extent(shard)
+            extent = _extent(tensor)
             if _overlaps_itself(extent):
                 yield shard.fqn, shard.fqn
                 continue
             end = extent.end
         by_device.setdefault(tensor.device, []).append((start, end, shard))
     for placed in by_device.values():
-        yield from _overlapping_pairs(sorted(_extent(placed[row][2]) for row in _touching(placed)))
+        yield from _overlapping_pairs(sorted(placed, key=itemgetter(0, 1)))
 
 
-def _touching(placed: Sequence[tuple[int, int, Shard]]) -> list[int]:
-    """The rows whose bytes, from the first to the last, overlap those of another row; usually none."""
-    start = np.array([row[0] for row in placed], np.uint64)
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], np.array([row[1] for row in placed], np.uint64)[order]
-    overlaps_earlier = start[1:] < np.maximum.accumulate(end)[:-1]
-    if not overlaps_earlier.any():
-        return []
-    # A row overlaps a later one if that one begins before it ends.
-    overlaps_later = np.searchsorted(start, end, side="left") > np.arange(len(start)) + 1
-    rows: list[int] = order[np.append(False, overlaps_earlier) | overlaps_later].tolist()
-    return rows
-
-
-def _extent(shard: Shard) -> _Extent:
-    tensor, itemsize = shard.tensor, shard.tensor.element_size()
-    start = tensor.data_ptr()
+def _extent(tensor: torch.Tensor) -> _Extent:
+    start, itemsize = tensor.data_ptr(), tensor.element_size()
     if tensor.is_contiguous():
-        return _Extent(start, start + tensor.numel() * itemsize, itemsize, ((1, tensor.numel()),), shard.fqn)
+        return _Extent(start, start + tensor.numel() * itemsize, itemsize, ((1, tensor.numel()),))
     steps = tuple(sorted((t, n) for t, n in zip(tensor.stride(), tensor.shape, strict=True) if t != 0 and n > 1))
     last = sum(stride * (size - 1) for stride, size in steps)
-    return _Extent(start, start + (last + 1) * itemsize, itemsize, steps, shard.fqn)
+    return _Extent(start, start + (last + 1) * itemsize, itemsize, steps)
 
 
 def _overlaps_itself(extent: _Extent) -> bool:
@@ -86,13 +73,22 @@ def _overlaps_itself(extent: _Extent) -> bool:
     return len(torch.unique(offsets)) != len(offsets)
 
 
-def _overlapping_pairs(extents: Sequence[_Extent]) -> Iterator[tuple[str, str]]:
-    active: list[_Extent] = []
-    for extent in extents:
-        if active:
-            active = [other for other in active if other.end > extent.start]
-            yield from ((extent.fqn, other.fqn) for other in active if _share_elements(other, extent))
-        active.append(extent)
+def _overlapping_pairs(placed: Sequence[_Placed]) -> Iterator[tuple[str, str]]:
+    """The names of the shards that overlap; ``placed`` are in the order of their first bytes."""
+    earlier: list[_Placed] = []  # since all others have ended; usually one
+    reach = 0  # where the last of them ends
+    # This loop runs once for each of many thousand small tensors.
+    for one in placed:
+        start, end, shard = one
+        if start >= reach:
+            earlier, reach = [one], end
+            continue
+        earlier = [other for other in earlier if other[1] > start]
+        for _, _, other in earlier:
+            if _share_elements(_extent(other.tensor), _extent(shard.tensor)):
+                yield shard.fqn, other.fqn
+        earlier.append(one)
+        reach = max(reach, end)
 
 
 def _share_elements(one: _Extent, other: _Extent) -> bool:
