@@ -58,6 +58,11 @@ class Threads(ThreadPoolExecutor):
             if not (self._threads and _is_exiting(error)):
                 raise
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is one of these."""
+        return threading.current_thread() in self._threads
+
     def start(self) -> bool:
         """Start all threads, so that none is missing when no thread can start any more. Waits for no task of others.
 

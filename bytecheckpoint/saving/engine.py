@@ -150,22 +150,13 @@ class SaveEngine(IOEngine):
         self.plans = PlanCache()
         self.shared = SharedSaves()
         self.store_rates: dict[str, float] = {}
-        self._own = threading.local()
         self._has_started = False
         super().__init__()
-
-    def check_can_wait(self) -> None:
-        """Raise ``UsageError`` on the background thread, which would wait for itself."""
-        if self.is_background_thread:
-            raise UsageError(
-                "a synchronous save inside the done callback of another save would wait for the thread that runs the "
-                "callback; use async_save=True there, or save from another thread"
-            )
 
     @property
     def is_background_thread(self) -> bool:
         """Whether the calling thread is the background thread, as in a save's done callback."""
-        return getattr(self._own, "is_background", False)
+        return self.background.is_current
 
     @property
     def copy_helpers(self) -> int:
@@ -210,13 +201,9 @@ class SaveEngine(IOEngine):
     def submit(self, task: Callable[[], None]) -> Future[None]:
         """Queue ``task`` for the background thread. Raises ``StateError`` after ``close``."""
         try:
-            return self.background.submit(self._in_background, task)
+            return self.background.submit(task)
         except RuntimeError as error:
             raise StateError(f"the save cannot continue in the background: {error}") from error
-
-    def _in_background(self, task: Callable[[], None]) -> None:
-        self._own.is_background = True
-        task()
 
     def close(self) -> None:
         """Finish all saves and uploads in flight, end the threads and release the memory."""

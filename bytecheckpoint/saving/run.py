@@ -77,8 +77,11 @@ class SaveRun:
     def check(self, state: Mapping[str, Any]) -> None:
         """Validate the call. Rank 0 also checks that the path can be read."""
         self.engine.check_usable()
-        if not self.is_async:
-            self.engine.check_can_wait()
+        if not self.is_async and self.engine.is_background_thread:
+            raise UsageError(
+                "a synchronous save inside the done callback of another save would wait for the thread that runs the "
+                "callback; use async_save=True there, or save from another thread"
+            )
         check_state(state)
         refuse_adapters(state, self.options)
         if self.options.gate and (not self.is_async or self.engine.is_background_thread):
