@@ -92,15 +92,11 @@ class _Memory:
         self._buffer: BounceBuffer | None = None
 
     def borrowed(self) -> BounceBuffer:
-        """Return the buffer. ``stack`` gives it back."""
+        """Return the buffer, once no copy out of it runs any more. ``stack`` gives it back."""
         if self._buffer is None:
             self._buffer = self._stack.enter_context(self._pool.lend(self._start + self._scratch_bytes))
+        self._buffer.synchronize()
         return self._buffer
-
-    def synchronize(self) -> None:
-        """Wait for all copies out of the buffer."""
-        if self._buffer is not None:
-            self._buffer.synchronize()
 
     def scratch(self) -> memoryview:
         """Return the memory after that of an extent."""
@@ -134,7 +130,6 @@ class _FileReads:
         step = end - begin if end - begin <= self._memory.nbytes else plan.size
         for low in range(begin, end, step):
             high = min(low + step, end)
-            self._memory.synchronize()
             try:
                 if self._page:
                     self._read_direct(blocks, low, high)
