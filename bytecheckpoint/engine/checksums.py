@@ -102,11 +102,6 @@ class ChunkHasher:
             raise ValueError(f"only {self.chunks_done} of {len(self._checksums)} chunks have been hashed")
         return self._checksums
 
-    def completed_since(self, chunk: int) -> list[bytes]:
-        """Return the checksums of the complete chunks from number ``chunk`` on."""
-        done: list[bytes] = self._checksums[chunk : self.chunks_done].tolist()
-        return done
-
 
 def chunk_bounds(offsets: Int64, nbytes: Int64, chunk_size: int) -> tuple[Int64, Int64]:
     """Return where each chunk starts and stops in the stream."""

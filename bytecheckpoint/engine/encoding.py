@@ -24,6 +24,7 @@ from .checksums import ChunkHasher
 from .files import FileImage
 
 Release = Callable[[], object]
+"""Called exactly once, from any thread, when a file no longer needs a piece's memory."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..format.checksums import Checksums, checksum_of
+from ..format.checksums import Checksums
 from ..format.hf_index import ADAPTER_SECTION
 from ..format.manifest.files import encoded_head
 from ..format.safetensors import build_header, shard_name
@@ -93,10 +93,6 @@ class FileImage:
         """Return the ranges of bytes of the file between the gaps."""
         edges = [0, *(edge for gap in self.gaps for edge in gap), self.size]
         return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
-
-    def head_checksum(self) -> bytes:
-        """Return the checksum of the head that the manifest records."""
-        return checksum_of(self.head)
 
     def release_tensors(self) -> None:
         """Drop the references to the caller's tensors; their bytes are staged."""

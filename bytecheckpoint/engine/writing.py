@@ -17,18 +17,15 @@ from types import TracebackType
 
 from ..codecs import find_codec
 from ..errors import StorageFullError
-from ..format.checksums import Checksums, empty_checksums
+from ..format.checksums import Checksums, checksum_of, empty_checksums
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
 from .checksums import ChunkHasher
-from .encoding import ChunkEncoder, Frames, UnencodedPiece
+from .encoding import ChunkEncoder, Frames, Release, UnencodedPiece
 from .files import FileImage
 from .staging.staging import Staging
 
 _MAX_OPEN_FILES = 2  # while one file is made durable, the next one keeps the device busy
-
-Release = Callable[[], object]
-"""Called exactly once, from any thread, when a file no longer needs a piece's memory."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class WrittenFile:
             image.key,
             size,
             len(image.head),
-            image.head_checksum(),
+            checksum_of(image.head),
             chunk_size,
             image.section,
             image.kind,

@@ -28,19 +28,6 @@ _Bits = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class _Claims:
-    """The stored names that one rank's targets use.
-
-    ``tensors`` has one packed bit for each tensor of the manifest, ``values`` one for each shared value of the opened
-    sections. ``unused`` are full names stored for the saved rank that this rank loads, and not used by it.
-    """
-
-    tensors: bytes
-    values: bytes
-    unused: list[str]
-
-
-@dataclass(frozen=True)
 class Verdict:
     """What all ranks agreed on.
 
@@ -53,8 +40,14 @@ class Verdict:
     shared_reads: Answer
 
 
-def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options: LoadRequest, match: Match) -> _Claims:
-    """Collect the stored names that this rank's targets use, or may ignore."""
+def _claim_names(
+    checkpoint: OpenCheckpoint, targets: Iterable[Target], options: LoadRequest, match: Match
+) -> tuple[bytes, bytes, list[str]]:
+    """Return which stored names this rank's targets use, or may ignore.
+
+    These are one packed bit for each tensor of the manifest, one for each shared value of the opened sections, and the
+    full names that are stored for the saved rank that this rank loads, and that it does not use.
+    """
     tensors: _Bits = np.zeros(len(checkpoint.manifest.tensors), np.bool_)
     tensors[match.rows] = True  # some fill tensors of other names
     values: list[bool] = []
@@ -73,7 +66,7 @@ def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options:
         values += [path in paths for path in stored.shared_values]
         unused += [f"{stored.name}.{path_name(path)}" for path in stored.own_values - paths]
         unused += [f"{stored.name}.{name}" for name, row in stored.own_tensors.items() if not tensors[row]]
-    return _Claims(np.packbits(tensors).tobytes(), np.packbits(np.array(values, np.bool_)).tobytes(), sorted(unused))
+    return np.packbits(tensors).tobytes(), np.packbits(np.array(values, np.bool_)).tobytes(), sorted(unused)
 
 
 def _known_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options: LoadRequest) -> list[str]:
@@ -112,7 +105,7 @@ def agree(
     claims = _claim_names(checkpoint, targets, options, match)
     known = _known_names(checkpoint, targets, options)
     unmatched = _unmatched(checkpoint, options, known)
-    message = msgpack.packb([match.faults, claims.tensors, claims.values, claims.unused, offer.message, unmatched])
+    message = msgpack.packb([match.faults, *claims, offer.message, unmatched])
     received = op.gather("claims", message)
     packed = None
     if received is not None:

@@ -449,7 +449,7 @@ class CheckpointManager:
                 self._coordinator.save_failed()
             # Before the barrier, whose failure says less: the outcome of the save may be unknown.
             with op.phase(EARLIER_SAVES):
-                self._session.failures.raise_for(self._any_checkpoint)
+                self._session.failures.raise_for(self.root.join(self._names.of(0)))
             op.barrier(EARLIER_SAVES)
         self._callbacks.poll()
 
@@ -560,10 +560,6 @@ class CheckpointManager:
         name, is_silent = msgpack.unpackb(op.broadcast("found", response))
         root.silence.is_silent |= is_silent
         return name
-
-    @property
-    def _any_checkpoint(self) -> Location:
-        return self.root.join(self._names.of(0))
 
     def _coordinate(
         self,

@@ -116,7 +116,9 @@ class StepHooks:
         objects = [
             item for value in state.values() for item in (value if isinstance(value, (list, tuple)) else [value])
         ]
-        self._optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer) and _is_hooked(item)]
+        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+        # Torch runs no hooks around ``step`` of a class that never calls ``Optimizer.__init__``.
+        self._optimizers = [item for item in optimizers if getattr(type(item).step, "hooked", False)]
         self._modules = [module for value in state.values() for module in modules_of(value)]
         self._handles: list[Any] = []
         # By id of the tensor with the memory, which the entry keeps alive.
@@ -190,11 +192,6 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
-
-
-def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch runs hooks around ``step``. It does not if a class never calls ``Optimizer.__init__``."""
-    return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def _extent(dense: torch.Tensor) -> tuple[int, int]:

@@ -44,11 +44,6 @@ class SaveState(Enum):
         """Whether no transition leaves this state."""
         return not _TRANSITIONS[self]
 
-    @property
-    def is_merged(self) -> bool:
-        """Whether the merge stage needs no tensor of the caller any more."""
-        return self not in (SaveState.PREPARING, SaveState.QUEUED, SaveState.MERGING)
-
 
 _TRANSITIONS = {
     SaveState.PREPARING: {SaveState.QUEUED, SaveState.FAILING},
@@ -117,7 +112,7 @@ class SaveLifecycle(Generic[ResultT]):
 
     def wait_merged(self) -> None:
         """Return when the merge stage needs no tensor of the caller any more. Raises what the save failed with."""
-        self._wait(lambda state: state.is_merged)
+        self._wait(lambda state: state not in (SaveState.PREPARING, SaveState.QUEUED, SaveState.MERGING))
         error = self._error
         if error is not None:
             try:

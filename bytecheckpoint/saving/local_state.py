@@ -230,7 +230,8 @@ class LocalState:
 
 def _encode_container(container: Container, where: str) -> tuple[bytes, bytes]:
     """The encoded container, and the digest with which ranks compare it: the keys of one of them suffice."""
-    return encode_value(container, where), value_digest(encode_value(container.unordered, where))
+    unordered = Container(container.kind, container.length)
+    return encode_value(container, where), value_digest(encode_value(unordered, where))
 
 
 def _shards_of(source: SectionSource) -> Iterator[Shard]:

@@ -124,7 +124,7 @@ def warm_up(
             images = local.images(planned.files, planned.assignment, shards, agreement.attempt)
             pieces = split_images(images, engine.arena.block_size)
             nbytes = 0 if planned.merge is None else planned.merge.staged_nbytes
-            blocks = engine.arena.blocks_for(nbytes) + (pieces[-1].block + 1 if pieces else 0)
+            blocks = -(-nbytes // engine.arena.block_size) + (pieces[-1].block + 1 if pieces else 0)
             engine.start_threads()
             engine.arena.make_room(blocks)
             threads = engine.io_threads if wait else 0

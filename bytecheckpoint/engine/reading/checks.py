@@ -49,7 +49,7 @@ class ChunkCheck:
                 self._origin = start
             hasher, done = self._partial, self._partial.chunks_done
             hasher.update(start - self._origin, data)
-            found = hasher.completed_since(done)
+            found = hasher.completed(slice(done, hasher.chunks_done)).tolist()
             start = self._origin + done * self.chunk_size
             if is_complete:
                 self._partial = None

@@ -111,8 +111,9 @@ class FrameReader(ObjectReader):
         if not source:
             return self._opened
         if source not in self._references:
+            backend, key, _ = self._source.holder(self._file, source)
             try:
-                self._references[source] = self._source.open_source(source)
+                self._references[source] = backend.open_object(key)
                 self.is_near &= self._references[source].is_near
             except StorageError as error:
                 place = self._source.frame_place(self._file, frame)

@@ -130,7 +130,8 @@ class ShardReader:
         plan = plan_reads(self.stored, parts, checked=self.verify, size=size, gap=gap)
         used = sorted({int(self.stored.shard_file[part.row]) for part in parts})
         self.source.check_codecs(used)
-        heads = self._heads(used)
+        # The header of a file identifies it, if it was swapped with another one.
+        heads = [file for file in used if file not in self._heads_checked] if self.verify else []
         groups = plan.groups(size if is_remote else _EXTENTS_PER_TASK * size)
         files = OpenFiles(self.source, Counter(plan.file_of(group) for group in groups))
 
@@ -205,10 +206,6 @@ class ShardReader:
             return None
         files = OpenFiles(StoredFiles(other, self.stored), {plan.file_of(extents): 1})
         return self.fetcher(plan, files, checked=checked)
-
-    def _heads(self, files: Sequence[int]) -> list[int]:
-        """Return the files whose header has not been checked yet. The header identifies a file that was swapped."""
-        return [file for file in files if file not in self._heads_checked] if self.verify else []
 
     def _check_head(self, file: int) -> None:
         read_stored_file(self.backend, self.stored, file, head_only=True)

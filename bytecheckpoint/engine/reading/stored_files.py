@@ -139,11 +139,6 @@ class StoredFiles:
         what = f"bytes [{begin}, {end}) of {self._where(row)}"
         return _unreadable(backend, key, size, what, error)
 
-    def open_source(self, source: int) -> ObjectReader:
-        """Open a reference. Raises ``StorageError``."""
-        backend, key, _ = self.holder(0, source)
-        return backend.open_object(key)
-
     def holder(self, file: int, source: int) -> tuple[StorageBackend, str, int]:
         """Return where a file or a reference is, and its size."""
         if not source:

@@ -60,10 +60,6 @@ class Arena:
         with self._changed:
             return self._count()
 
-    def blocks_for(self, nbytes: int) -> int:
-        """Return the number of blocks that ``nbytes`` take."""
-        return -(-nbytes // self.block_size)
-
     def make_room(self, blocks: int) -> bool:
         """Return whether a save of this many blocks fits once earlier saves have ended. True without a budget."""
         with self._changed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -132,10 +132,7 @@ def _columns(manifest: Manifest) -> dict[str, Any]:
         "attempt": manifest.attempt,
         "shared": manifest.is_shared,
         "metadata": _pack_metadata_and_times(manifest),
-        "sections": {
-            "name": pack_names([section.name for section in manifest.sections]),
-            "kind": pack_names([section.kind for section in manifest.sections]),
-        },
+        "sections": _pack_pairs([(section.name, section.kind) for section in manifest.sections], "name", "kind"),
         "files": {
             "name": pack_names(files.name),
             **{key: pack_numbers(getattr(files, key)) for key in _FILE_NUMBERS},
@@ -158,10 +155,7 @@ def _columns(manifest: Manifest) -> dict[str, Any]:
             "offset": pack_numbers(manifest.shard_offset),
             "checksums": manifest.checksums.tobytes(),
         },
-        "aliases": {
-            "name": pack_names([name for name, _ in manifest.aliases]),
-            "target": pack_names([target for _, target in manifest.aliases]),
-        },
+        "aliases": _pack_pairs(manifest.aliases, "name", "target"),
         **_frame_columns(files.frames),
     }
 
@@ -261,6 +255,10 @@ def _unpack_metadata(data: bytes) -> dict[str, Any]:
     if not isinstance(metadata, dict):
         raise FormatError("user metadata is not a map")
     return metadata
+
+
+def _pack_pairs(pairs: Sequence[tuple[str, str]], *names: str) -> dict[str, Any]:
+    return {name: pack_names([pair[index] for pair in pairs]) for index, name in enumerate(names)}
 
 
 def _pairs(top: Mapping[str, Any], what: str, *names: str) -> list[tuple[str, str]]:

@@ -95,11 +95,6 @@ class Container:
     length: int = 0
     keys: tuple[str | int, ...] = ()
 
-    @property
-    def unordered(self) -> Container:
-        """The container without its keys, for comparisons between ranks: the keys of one of them suffice."""
-        return Container(self.kind, self.length)
-
 
 @dataclass(frozen=True)
 class UnreadObject:
