@@ -95,10 +95,7 @@ class Cadence:
     signals: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        _set(self, "every_steps", _count)
-        _set(self, "every_minutes", optional(positive_number))
-        _set(self, "continuous", ARGUMENTS["continuous"])
-        _set(self, "signals", _signals)
+        _check(self, every_steps=_count, every_minutes=optional(positive_number), signals=_signals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +132,8 @@ class Retention:
     mode: BestMode = "min"
 
     def __post_init__(self) -> None:
-        for name in ("last", "every_steps", "best"):
-            _set(self, name, _count)
-        _set(self, "last_hours", optional(positive_number))
-        _set(self, "metric", ARGUMENTS["metric"])
-        _set(self, "mode", choice(BestMode))
+        _check(self, last=_count, every_steps=_count, best=_count)
+        _check(self, last_hours=optional(positive_number), mode=choice(BestMode))
         if (self.best is None) != (self.metric is None):
             raise UsageError("Retention.best and Retention.metric must be set together")
 
@@ -168,9 +162,7 @@ class Preemption:
     action: PreemptionAction = "exit"
 
     def __post_init__(self) -> None:
-        _set(self, "signals", _signals)
-        _set(self, "grace_s", ARGUMENTS["grace_s"])
-        _set(self, "action", choice(PreemptionAction))
+        _check(self, signals=_signals, action=choice(PreemptionAction))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +206,7 @@ class ExceptionSave:
                 f"ExceptionSave.state must be a mapping such as {{'model': model}}, or a function that returns one, "
                 f"not {type(self.state).__name__}"
             )
-        _set(self, "deadline_s", ARGUMENTS["deadline_s"])
-        _set(self, "keep", whole_number(1))
-        _set(self, "on_interrupt", ARGUMENTS["on_interrupt"])
+        _check(self, keep=whole_number(1))
 
 
 def checked_job(value: JobOptions | Mapping[str, Any] | None) -> JobOptions:
@@ -227,9 +217,11 @@ def checked_job(value: JobOptions | Mapping[str, Any] | None) -> JobOptions:
     return job if job.deadline_s else replace(job, deadline_s=DEFAULT_DEADLINE_S)
 
 
-def _set(options: object, name: str, rule: Rule) -> None:
-    """Validate a field of a frozen dataclass, and give it the type that the code expects."""
-    object.__setattr__(options, name, rule(f"{type(options).__name__}.{name}", getattr(options, name)))
+def _check(options: object, **rules: Rule) -> None:
+    """Apply these rules, and those of ``ARGUMENTS``, to the fields of a frozen dataclass."""
+    for name, rule in {**ARGUMENTS, **rules}.items():
+        if name in vars(options):
+            object.__setattr__(options, name, rule(f"{type(options).__name__}.{name}", getattr(options, name)))
 
 
 def _signals(name: str, value: Any) -> Sequence[int]:
