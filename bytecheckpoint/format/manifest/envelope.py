@@ -11,7 +11,6 @@ import xxhash
 import zstandard
 
 from ...errors import CorruptionError, FormatError, UnsupportedVersionError
-from ..msgpack_scan import scan_msgpack
 from .document import Manifest, Summary
 from .payload import pack_payload, unpack_payload, unpack_summary
 from .validation import validate, validate_summary
@@ -108,11 +107,12 @@ def _open_envelope(data: bytes) -> tuple[str, int, bytes]:
                 f"checkpoint has format version {version}; this library reads version {FORMAT_VERSION}: use a newer "
                 f"library"
             )
-        scan_msgpack("manifest", data, max_depth=1)
         codec, raw_length, stored, checksum = (unpacker.unpack() for _ in range(4))
     except (ValueError, msgpack.UnpackException) as error:
         raise FormatError(f"manifest envelope cannot be decoded: {error}") from None
     types = (type(version), type(codec), type(raw_length), type(stored), type(checksum))
+    if rest := len(data) - unpacker.tell():  # word-ok: a method of msgpack
+        raise FormatError(f"manifest: {rest} bytes follow the end")
     if data[0] != START[0] or types != (int, str, int, bytes, bytes) or len(checksum) != 16:
         raise FormatError("manifest envelope is not [magic, version, codec, raw length, payload, checksum]")
     return codec, raw_length, stored

@@ -13,7 +13,7 @@ import numpy as np
 from ...errors import FormatError, UnserializableError
 from ...tensors.dtypes import DTYPES, find_dtype
 from ...tensors.tables import BoxTable, Int64, TensorTable
-from ..msgpack_scan import scan_msgpack, unpack_maps, unpack_plain
+from ..msgpack_scan import unpack_maps, unpack_plain
 from .columns import (
     count_of,
     fields,
@@ -229,8 +229,7 @@ def pack_metadata(metadata: dict[str, Any]) -> bytes:
     """
     try:
         data: bytes = msgpack.packb(metadata, use_bin_type=True)  # a tuple becomes an array
-        scan_msgpack("metadata", data)
-        msgpack.unpackb(data, strict_map_key=True)
+        unpack_plain("metadata", data)
     except (TypeError, ValueError, OverflowError, FormatError) as error:
         raise UnserializableError(
             f"metadata cannot be stored: {error}; it takes plain values (None, bool, int, float, str, bytes, lists and "

@@ -15,7 +15,7 @@ import msgpack
 
 from ...errors import FormatError, StateError, UnserializableError
 from ...tensors.metadata import Path
-from ..msgpack_scan import scan_msgpack
+from ..msgpack_scan import check_depth, scan_msgpack
 
 MAPPINGS = ("dict", "OrderedDict")
 """The kinds of containers that may have keys."""
@@ -174,15 +174,17 @@ def unpack(data: bytes, where: str, *, ext_hook: Callable[[int, bytes], Any]) ->
 
     Raises ``FormatError`` for anything but one document, before it allocates more than a small multiple of its length.
     """
-    scan_msgpack(where, data, max_depth=_MAX_DEPTH, extensions=True)
+    scan_msgpack(where, data)
     try:
-        return msgpack.unpackb(
+        value = msgpack.unpackb(
             data, raw=False, use_list=True, strict_map_key=False, ext_hook=ext_hook, object_pairs_hook=unique_pairs
         )
     except StateError:  # ``ext_hook`` refuses a pickle; this error is also a ValueError
         raise
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise FormatError(f"{where}: not a valid msgpack document: {error or type(error).__name__}") from error
+    check_depth(where, value, _MAX_DEPTH)
+    return value
 
 
 def unique_pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
