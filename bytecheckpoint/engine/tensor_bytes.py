@@ -46,6 +46,11 @@ def copy_elements(out: torch.Tensor, source: torch.Tensor, *, non_blocking: bool
         out.copy_(source, non_blocking=non_blocking)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's memory holds exactly its elements in row-major order."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a flat uint8 tensor that shares its storage."""
     flat = tensor.detach().reshape(-1) if tensor.ndim == 0 else tensor.detach().view(-1)

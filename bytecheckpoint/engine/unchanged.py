@@ -15,8 +15,7 @@ from ..telemetry.trace import Timings
 from ..tensors.derived import is_derived
 from .checksums import chunk_bounds
 from .files import FileImage
-from .staging.pieces import is_plain
-from .tensor_bytes import byte_view
+from .tensor_bytes import byte_view, is_plain
 
 _MIN_GAP = 1 << 20  # bytes; a shorter run of unchanged chunks is copied faster than it is left out
 

@@ -9,7 +9,7 @@ import torch
 
 from ..control.base import Operation
 from ..engine.reading.reader import ShardReader
-from ..engine.tensor_bytes import as_bytes, copy_elements
+from ..engine.tensor_bytes import as_bytes, copy_elements, is_plain
 from ..errors import StateError
 from ..tensors.derived import DerivedTensor, is_derived
 from ..tensors.geometry import Box
@@ -59,7 +59,7 @@ def plan_shard_reads(
         if tensor.requires_grad:
             tensor = tensor.detach()
         # Lazily conjugated and negated views have other values in their memory.
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        if not is_plain(tensor):
             destination = _Buffered(shard.fqn, tensor)
             if destination.memory is not tensor:
                 buffered.append(destination)

@@ -13,9 +13,9 @@ import torch
 from ...tensors.derived import dense_values, is_derived
 from ...tensors.shards import Shard
 from ..files import FileImage
-from ..staging.pieces import copy_flat_range, is_plain
+from ..staging.pieces import copy_flat_range
 from ..staging.staging import Staging
-from ..tensor_bytes import as_bytes
+from ..tensor_bytes import as_bytes, is_plain
 
 FRAGMENTS = "fragments"
 """The kind of an image that is staged but never becomes a file."""

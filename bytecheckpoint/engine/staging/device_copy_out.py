@@ -15,8 +15,8 @@ from ...errors import StateError
 from ...tensors.derived import is_derived
 from ..blocks import Block
 from ..files import FileImage
-from ..tensor_bytes import as_bytes
-from .pieces import copy_flat_range, copy_head, is_plain, parts
+from ..tensor_bytes import as_bytes, is_plain
+from .pieces import copy_flat_range, copy_head, parts
 
 _PACK = 1 << 20  # bytes; several smaller tensors are concatenated on the device, which is cheaper than single copies
 

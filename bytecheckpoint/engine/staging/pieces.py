@@ -19,7 +19,7 @@ from ...tensors.derived import is_derived
 from ...tensors.geometry import decompose
 from ..blocks import PAGE, Block
 from ..files import FileImage
-from ..tensor_bytes import as_bytes, copy_elements, copy_memory
+from ..tensor_bytes import as_bytes, copy_elements, copy_memory, is_plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +108,6 @@ def copy_head(image: FileImage, start: int, stop: int, block: Block, offset: int
     if start < len(image.head):
         head = np.frombuffer(image.head, np.uint8)[start:stop]
         np.copyto(np.frombuffer(block.view, np.uint8)[offset : offset + len(head)], head)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's memory holds exactly its elements in row-major order."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def copy_flat_range(out: torch.Tensor, tensor: torch.Tensor, first: int, *, non_blocking: bool = False) -> None:

@@ -20,7 +20,7 @@ import xxhash
 
 from ...control.base import Operation
 from ...engine.reading.reader import ReadPart, ShardReader
-from ...engine.tensor_bytes import as_bytes, box_view, byte_view, copy_elements
+from ...engine.tensor_bytes import as_bytes, box_view, byte_view, copy_elements, is_plain
 from ...errors import CorruptionError
 from ...planners.request_classes import Stripe
 from ...planners.ring_plan import PartBox, Ring, SharedPart
@@ -196,7 +196,7 @@ class Packer:
         """Views to fill with the bytes. Requesting the next view puts the previous one's bytes in place."""
         for run in _runs(tensors):
             # Copies have their own memory: in the buffer, a tensor may not be aligned for its dtype.
-            targets = [tensor if _is_plain(tensor) else _empty_like(tensor) for tensor in run]
+            targets = [tensor if tensor.is_cpu and is_plain(tensor) else _empty_like(tensor) for tensor in run]
             if len(run) == 1:
                 yield byte_view(targets[0])
             else:
@@ -232,15 +232,11 @@ def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    if _is_plain(tensor):
+    if tensor.is_cpu and is_plain(tensor):
         return tensor
     copied = _empty_like(tensor)
     copy_elements(copied, tensor)
     return copied
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
