@@ -77,7 +77,7 @@ class Location:
     url: str
     tier: Tier | None
     storage_options: Mapping[str, Any] = field(hash=False)
-    _silence: Silence = field(init=False, compare=False)
+    silence: Silence = field(init=False, compare=False)  # of this location, and of all that `join` made of it
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Location:
             "url": absolute_url(url),
             "tier": tier,
             "storage_options": ARGUMENTS["storage_options"]("storage_options", storage_options),
-            "_silence": Silence(),
+            "silence": Silence(),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -130,7 +130,7 @@ class Location:
             StorageError: A part is not a key.
         """
         below = replace(self, url=join(self.url, *parts))
-        object.__setattr__(below, "_silence", self._silence)
+        object.__setattr__(below, "silence", self.silence)
         return below
 
     def open(self, deadline_s: float | None = None) -> StorageBackend:
@@ -149,11 +149,6 @@ class Location:
         if deadline_s is not None:
             backend.deadline_s = deadline_s
         return backend
-
-    @property
-    def silence(self) -> Silence:
-        """What this location, and all that ``join`` made of it, found out about the store."""
-        return self._silence
 
     def __str__(self) -> str:
         return without_userinfo(self.url)

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 from time import perf_counter
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -30,11 +29,6 @@ _SAMPLES, _SAMPLE_BYTES = 8, 256 << 10
 _log = logging.getLogger(__name__)
 
 
-class _Measured(NamedTuple):
-    rate: float  # bytes per second and core
-    ratio: float  # encoded bytes per byte
-
-
 def choose_codec(engine: SaveEngine, backend: StorageBackend, options: SaveRequest, files: Sequence[FileLayout]) -> str:
     """Return the codec of this rank's tensor files, "raw" for none."""
     if options.codec != AUTO:
@@ -45,10 +39,10 @@ def choose_codec(engine: SaveEngine, backend: StorageBackend, options: SaveReque
     total = encoded = seconds = 0.0
     for file in files:
         for width, size in zip(file.widths, file.nbytes, strict=True):
-            measured = _measure(2 if width == 2 else 4)
+            rate, ratio = _measure(2 if width == 2 else 4)
             total += size
-            encoded += size * (measured.ratio if width > 1 else 1.0)  # it is unknown how integers compress
-            seconds += size / measured.rate
+            encoded += size * (ratio if width > 1 else 1.0)  # it is unknown how integers compress
+            seconds += size / rate
     raw_s, encoded_s = total / store, max(encoded / store, seconds / engine.cores)
     _log.debug("%s: about %.2f s raw, %.2f s encoded", backend.display_url, raw_s, encoded_s)
     return _AUTO_CODEC if raw_s > _MIN_GAIN * encoded_s else "raw"
@@ -71,10 +65,11 @@ def _store(backend: StorageBackend) -> str:
 
 
 @cache
-def _measure(width: int) -> _Measured:
+def _measure(width: int) -> tuple[float, float]:
+    """Return bytes per second and core, and encoded bytes per byte."""
     codec = find_codec(_AUTO_CODEC)
     weights = np.random.default_rng(0).standard_normal(_SAMPLES * _SAMPLE_BYTES // width, np.float32)
     data = np.ascontiguousarray(weights.view(np.uint8).reshape(-1, 4)[:, 4 - width :]).data.cast("B")
     begun = perf_counter()
     frames = [codec.encode(data[at : at + _SAMPLE_BYTES], width) for at in range(0, len(data), _SAMPLE_BYTES)]
-    return _Measured(len(data) / (perf_counter() - begun), sum(map(len, frames)) / len(data))
+    return len(data) / (perf_counter() - begun), sum(map(len, frames)) / len(data)
