@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import xxhash
@@ -32,6 +33,8 @@ class _Spans:
         checksum: That of its bytes.
         row: The row of its shard; -1 for the head.
         frame: Its row of ``FrameTable``; -1 for the head and in a file that is not encoded.
+        source: Which file has its bytes (``FrameTable``).
+        position: Its first byte there.
     """
 
     start: Int64
@@ -39,6 +42,8 @@ class _Spans:
     checksum: Checksums
     row: Int64
     frame: Int64
+    source: Int64
+    position: Int64
 
     @classmethod
     def of(cls, manifest: Manifest, file: int, *, own_only: bool) -> _Spans:
@@ -50,7 +55,7 @@ class _Spans:
             first = manifest.checksum_starts[rows]
             counts = manifest.checksum_starts[rows + 1] - first
             checksums, rows = manifest.checksums[ragged_positions(first, counts)], np.repeat(rows, counts)
-            frame = np.full_like(rows, -1)
+            frame, source, position = np.full_like(rows, -1), np.zeros_like(rows), starts
         else:
             assert frames is not None
             here = frames.rows(file)
@@ -61,15 +66,22 @@ class _Spans:
             starts, checksums = stops - frames.length[frame], manifest.frame_checksums[frame]
             rows = rows[manifest.shard_nbytes[rows] > 0]
             rows = rows[np.searchsorted(manifest.shard_offset[rows], frames.begin[frame], side="right") - 1]
+            source, position = frames.source[frame], frames.position[frame]
         if not head:
-            return cls(starts, stops, checksums, rows, frame)
+            return cls(starts, stops, checksums, rows, frame, source, position)
         return cls(
             np.append(0, starts),
             np.append(head, stops),
             np.concatenate([files.head_checksum[file : file + 1], checksums]),
             np.append(-1, rows),
             np.append(-1, frame),
+            np.append(0, source),
+            np.append(0, position),
         )
+
+    def within(self, begin: int, end: int) -> slice:
+        """Return the spans that have bytes of ``[begin, end)``."""
+        return slice(int(np.searchsorted(self.stop, begin, side="right")), int(np.searchsorted(self.start, end)))
 
 
 class SourceFile:
@@ -91,9 +103,6 @@ class SourceFile:
         self._hashing: dict[int, threading.Lock] = {}  # by span
         self._key = manifest.files.name[file]
         self._spans = _Spans.of(manifest, file, own_only=keeps_references)
-        frames, rows = manifest.files.frames, self._spans.frame
-        has_references = frames is not None and bool(frames.source[rows[rows >= 0]].any())
-        self._frames = frames if has_references else None
 
     def read(self, begin: int, view: memoryview) -> None:
         """Fill ``view`` with the file's bytes from ``begin`` on, one part.
@@ -115,8 +124,8 @@ class SourceFile:
 
     def _read(self, begin: int, view: memoryview) -> None:
         end = begin + len(view)
-        first = int(np.searchsorted(self._spans.stop, begin, side="right"))
-        last = int(np.searchsorted(self._spans.start, end, side="left"))
+        here = self._spans.within(begin, end)
+        first, last = here.start, here.stop
         try:
             self._fill(begin, view)
             for span in {first, last - 1}:
@@ -179,36 +188,23 @@ class SourceFile:
 
     def _places(self, begin: int, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
         """Divide a range by the files that have it: a source (``FrameTable``), the first byte there, and the memory."""
-        frames = self._frames
-        if frames is None:
-            yield 0, begin, view
-            return
-        end, held = begin + len(view), (0, begin, begin)  # source, first byte there, where the range begins
-        past = 0  # in the source
-        for span in range(int(np.searchsorted(self._spans.stop, begin, side="right")), len(self._spans.start)):
-            start = int(self._spans.start[span])
-            if start >= end:
-                break
-            frame, inside = int(self._spans.frame[span]), max(begin - start, 0)
-            source = int(frames.source[frame]) if frame >= 0 else 0
-            at = (int(frames.position[frame]) if frame >= 0 else start) + inside
-            if (source, at) != (held[0], past) and start > begin:
-                yield held[0], held[1], view[held[2] - begin : start - begin]
-                held = source, at, start
-            elif start <= begin:
-                held = source, at, begin
-            past = at - inside + int(self._spans.stop[span]) - start
-        yield held[0], held[1], view[held[2] - begin :]
+        here = self._spans.within(begin, begin + len(view))
+        start, source = np.maximum(self._spans.start[here], begin), self._spans.source[here]
+        at = self._spans.position[here] + start - self._spans.start[here]
+        # Spans that are back to back in one file too are read together.
+        apart = (source[1:] != source[:-1]) | (np.diff(at) != np.diff(start))
+        edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(start)]
+        starts = [*(start - begin).tolist(), len(view)]
+        for first, past in pairwise(edges):
+            yield int(source[first]), int(at[first]), view[starts[first] : starts[past]]
 
     def _unreadable_frame(self, source: int, at: int, error: StorageError) -> CheckpointError | StorageError:
         """Return the error for frames from byte ``at`` of another file; the first one that is missing is at
         fault."""
-        assert self._frames is not None
-        here, size = self._frames.rows(self._file), self._source.present_size(self._file, error, source=source)
-        position, end = self._frames.position[here], self._frames.position[here] + self._frames.length[here]
-        inside = np.flatnonzero((self._frames.source[here] == source) & (position >= at))
-        beyond = inside[end[inside] > size]
-        place = self._source.frame_place(self._file, here.start + int((beyond if len(beyond) else inside)[0]))
+        found, size = self._spans, self._source.present_size(self._file, error, source=source)
+        inside = np.flatnonzero((found.source == source) & (found.position >= at))
+        beyond = inside[(found.position + found.stop - found.start)[inside] > size]
+        place = self._source.frame_place(self._file, int(found.frame[(beyond if len(beyond) else inside)[0]]))
         return self._source.read_error(self._file, *place, error, source=source)
 
     def _unreadable(self, begin: int, end: int, error: StorageError) -> CheckpointError | StorageError:
