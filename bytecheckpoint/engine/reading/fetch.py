@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from time import perf_counter
 
 from ...errors import CorruptionError, StorageError
@@ -27,24 +28,17 @@ _MIN_DIRECT_BYTES = 256 << 10  # less goes through the page cache: each direct r
 _MAX_ALIGNMENT_BYTES = 64 << 10  # the largest page size of any Linux platform
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Fetcher:
     """Fetches the extents of one plan. Thread-safe. ``on_read`` is called with the bytes of each fetched extent."""
 
-    def __init__(
-        self,
-        plan: ReadPlan,
-        files: OpenFiles,
-        bounce_pool: BouncePool,
-        *,
-        checked: bool,
-        on_read: Callable[[int], None],
-        timings: Timings,
-        crc_check: CrcCheck | None = None,
-    ) -> None:
-        self.source, self.plan, self.bounce_pool, self.checked = files.source, plan, bounce_pool, checked
-        self.crc_check = crc_check
-        self.timings = timings
-        self._files, self._on_read = files, on_read
+    plan: ReadPlan
+    files: OpenFiles
+    bounce_pool: BouncePool
+    checked: bool
+    on_read: Callable[[int], None]
+    timings: Timings
+    crc_check: CrcCheck | None = None
 
     def fetch(self, extents: range, on_fault: Fault, on_wait: Callable[[bool], None] = lambda direct: None) -> None:
         """Fetch consecutive extents of one file.
@@ -53,32 +47,32 @@ class Fetcher:
         the bytes are not in the page cache; its argument states whether they are read directly from the device. Raises
         ``CorruptionError``, ``StorageError``, and what ``on_fault`` raises.
         """
-        plan = self.plan
+        plan, source = self.plan, self.files.source
         first, last = plan.starts[extents[0]], plan.starts[extents[-1] + 1] - 1
         file, begin, length = plan.file[first], plan.begin[first], plan.end[last] - plan.begin[first]
-        with self._files.use(file, plan.row[first]) as stored, ExitStack() as stack:
+        with self.files.use(file, plan.row[first]) as stored, ExitStack() as stack:
             opened = stored
             # Frames are read whole, so an extent of an encoded file is.
-            blocks = map(plan.blocks, extents if self.source.is_encoded(file) else ())
+            blocks = map(plan.blocks, extents if source.is_encoded(file) else ())
             longest = max((plan.end[one[-1]] - plan.begin[one[0]] for one in blocks), default=0)
             memory = _Memory(self.bounce_pool, max(plan.max_bytes, longest), longest, stack)
             if longest:
                 on_frame = on_fault if self.checked else None
-                opened = stack.enter_context(FrameReader(self.source, file, opened, memory.scratch, on_frame))
+                opened = stack.enter_context(FrameReader(source, file, opened, memory.scratch, on_frame))
             page = 0
             try:
                 is_cached = opened.is_cached(begin, length)
             except StorageError as error:  # a broken disk
-                raise self.source.read_error(file, plan.row[first], begin, begin + length, error) from error
+                raise source.read_error(file, plan.row[first], begin, begin + length, error) from error
             if not is_cached:
                 page = opened.direct_alignment() if length >= _MIN_DIRECT_BYTES else 0
                 on_wait(page > 0)
-            check = ChunkCheck(self.source, file, on_fault) if self.checked else None
+            check = ChunkCheck(source, file, on_fault) if self.checked else None
             reads = _FileReads(self, file, opened, page, check, memory)
             for extent in extents:
-                self._on_read(reads.fetch(plan.blocks(extent)))
+                self.on_read(reads.fetch(plan.blocks(extent)))
                 if self.checked:
-                    self.source.check_size(stored, file, on_fault)
+                    source.check_size(stored, file, on_fault)
 
 
 class _Memory:
@@ -115,7 +109,7 @@ class _FileReads:
         check: ChunkCheck | None,
         memory: _Memory,
     ) -> None:
-        self._source, self._plan, self._timings = fetcher.source, fetcher.plan, fetcher.timings
+        self._source, self._plan, self._timings = fetcher.files.source, fetcher.plan, fetcher.timings
         self._memory = memory
         self._file, self._opened, self._page, self._check = file, opened, page, check
         self._crc_check = fetcher.crc_check

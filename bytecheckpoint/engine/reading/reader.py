@@ -188,13 +188,13 @@ class ShardReader:
     def fetcher(self, plan: ReadPlan, files: OpenFiles, *, checked: bool, crc_check: CrcCheck | None = None) -> Fetcher:
         """Return what fetches the extents of ``plan`` from ``files``, and counts the bytes."""
         return Fetcher(
-            plan,
-            files,
-            self.bounce_pool,
+            plan=plan,
+            files=files,
+            bounce_pool=self.bounce_pool,
             checked=checked,
-            crc_check=crc_check,
             on_read=self.count_read,
             timings=self.timings,
+            crc_check=crc_check,
         )
 
     def fetcher_after(
