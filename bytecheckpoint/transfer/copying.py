@@ -61,12 +61,12 @@ def copy_checkpoint(
 
             def send(rows: Sequence[int]) -> TransferReport:
                 return Transfer(
-                    data_of(source, stored),
-                    target,
-                    stored,
+                    source=data_of(source, stored),
+                    target=target,
+                    manifest=stored,
+                    names=manifest.files.name,
                     rows=rows,
                     journal=journal,
-                    names=manifest.files.name,
                     window=window,
                     rate_limit=rate_limit,
                     progress=progress,

@@ -44,9 +44,10 @@ def upload_files(
     """Upload the files that ``rank`` wrote. Raises as ``Transfer.run``."""
     rows = [row for row, writer in enumerate(manifest.files.rank.tolist()) if writer == rank]
     transfer = Transfer(
-        data_of(tier_folder, manifest),
-        data_of(store, manifest),
-        manifest,
+        source=data_of(tier_folder, manifest),
+        target=data_of(store, manifest),
+        manifest=manifest,
+        names=manifest.files.name,
         rows=rows,
         journal=journal,
         keeps_references=True,

@@ -98,6 +98,7 @@ class Stop:
                 self._actions.remove(action)
 
 
+@dataclass(eq=False, kw_only=True)
 class Transfer:
     """One transfer of the files ``rows`` of a checkpoint. ``run`` it once; ``stop`` it from any thread.
 
@@ -105,30 +106,24 @@ class Transfer:
     those that the source has. Both backends have the data files at their roots (``engine.objects.data_of``).
 
     Every byte is checked before it is sent. With a ``journal``, what the target has stored is not sent again by a later
-    transfer. The manifest is not copied.
+    transfer. The manifest is not copied. ``names`` are those of the manifest's files at the target. ``rate_limit`` is
+    in bytes per second; ``progress`` is called in another thread with stored bytes.
     """
 
-    def __init__(
-        self,
-        source: StorageBackend,
-        target: StorageBackend,
-        manifest: Manifest,
-        *,
-        rows: Sequence[int],
-        journal: Journal | None,
-        names: Sequence[str] | None = None,
-        keeps_references: bool = False,
-        window: int = WINDOW,
-        rate_limit: float | None = None,
-        progress: Callable[[int], None] = lambda nbytes: None,
-    ) -> None:
-        """``names`` are those of the manifest's files at the target, if they differ. ``rate_limit`` is in bytes per
-        second; ``progress`` is called in another thread with stored bytes."""
-        self._source, self._target, self._manifest, self._rows = source, target, manifest, rows
-        self._journal, self._window, self._rate, self._progress = journal, window, rate_limit, progress
-        self._names, self._keeps_references = names or manifest.files.name, keeps_references
-        self._sizes = (manifest if keeps_references else manifest.flattened()).files.size.tolist()
-        self._report = TransferReport(target.url, len(rows), sum(self._sizes[row] for row in rows))
+    source: StorageBackend
+    target: StorageBackend
+    manifest: Manifest
+    names: Sequence[str]
+    rows: Sequence[int]
+    journal: Journal | None
+    keeps_references: bool = False
+    window: int = WINDOW
+    rate_limit: float | None = None
+    progress: Callable[[int], None] = lambda nbytes: None
+
+    def __post_init__(self) -> None:
+        self._sizes = (self.manifest if self.keeps_references else self.manifest.flattened()).files.size.tolist()
+        self._report = TransferReport(self.target.url, len(self.rows), sum(self._sizes[row] for row in self.rows))
         self._open: list[_File] = []
         self._failure: BaseException | None = None
         self._ending = Event()  # set when there is a failure, and by ``stop``
@@ -148,10 +143,10 @@ class Transfer:
                 self._copy_all()
             except _LostUploadError as error:
                 _log.info(
-                    "%s/%s: the store has dropped the upload; beginning again", self._target.display_url, error.key
+                    "%s/%s: the store has dropped the upload; beginning again", self.target.display_url, error.key
                 )
-                assert self._journal is not None
-                self._journal.forget(error.key)
+                assert self.journal is not None
+                self.journal.forget(error.key)
             else:
                 return self._report
 
@@ -167,18 +162,18 @@ class Transfer:
         if self._is_stopped:
             self._ending.set()
         parts = self._parts()
-        with Threads(self._window, thread_name_prefix="bcp-transfer") as threads:
+        with Threads(self.window, thread_name_prefix="bcp-transfer") as threads:
             try:
-                wait([threads.submit(self._work, parts) for _ in range(self._window)])
+                wait([threads.submit(self._work, parts) for _ in range(self.window)])
             except BaseException as error:  # noqa: BLE001 - an interrupt, raised when all threads have ended
                 self._fail(error)
         if not self._ending.is_set():
             return
         for file in self._open:
-            if not file.writer.token or self._journal is None:
+            if not file.writer.token or self.journal is None:
                 file.writer.abort()
         try:
-            raise self._failure or StorageError(f"the transfer to {self._target.display_url} was stopped")
+            raise self._failure or StorageError(f"the transfer to {self.target.display_url} was stopped")
         finally:
             del self  # the traceback refers to this frame
 
@@ -189,7 +184,7 @@ class Transfer:
 
     def _parts(self) -> Iterator[tuple[_File, int]]:
         """Yield the parts to send, by file and number."""
-        for row in self._rows:
+        for row in self.rows:
             file = self._begin(row)
             if file is None:
                 continue
@@ -201,8 +196,8 @@ class Transfer:
 
     def _begin(self, row: int) -> _File | None:
         """Open a file; None if it is stored already."""
-        key, size = self._names[row], self._sizes[row]
-        journal = self._journal
+        key, size = self.names[row], self._sizes[row]
+        journal = self.journal
         if journal is not None and key in journal.stored:
             if self._is_stored(key, size):
                 self._show(size)
@@ -210,7 +205,7 @@ class Transfer:
             journal.forget(key)
         known = journal.uploads.get(key) if journal is not None else None
         token = known.token if known is not None else ""
-        writer = self._target.create_parts(key, size, token=token)
+        writer = self.target.create_parts(key, size, token=token)
         if known is None or writer.token != token:
             known, token = FileUpload(size, writer.token, writer.part_bytes), ""
             if journal is not None and writer.token:
@@ -219,9 +214,7 @@ class Transfer:
                 except BaseException:
                     writer.abort()  # no later process would know of it
                     raise
-        source = SourceFile(
-            self._source, self._manifest, row, writer.part_bytes, keeps_references=self._keeps_references
-        )
+        source = SourceFile(self.source, self.manifest, row, writer.part_bytes, keeps_references=self.keeps_references)
         file = _File(key, size, source, writer, dict(known.tags), bool(token))
         self._open.append(file)
         file.missing = set(range(file.count())) - known.tags.keys()
@@ -230,7 +223,7 @@ class Transfer:
 
     def _is_stored(self, key: str, size: int) -> bool:
         try:
-            return self._target.stat(key).size == size
+            return self.target.stat(key).size == size
         except KeyNotFoundError:
             return False
 
@@ -258,8 +251,8 @@ class Transfer:
             tag = file.writer.put_part(number, view)
         except KeyNotFoundError as error:
             raise self._lost(file, error) from error
-        if self._journal is not None and file.writer.token:
-            self._journal.add_part(file.key, number, tag)
+        if self.journal is not None and file.writer.token:
+            self.journal.add_part(file.key, number, tag)
         with self._counting:
             file.tags[number] = tag
             file.missing.discard(number)
@@ -275,24 +268,24 @@ class Transfer:
         except KeyNotFoundError as error:
             raise self._lost(file, error) from error
         self._open.remove(file)
-        if self._journal is not None:
-            self._journal.add_stored(file.key)
+        if self.journal is not None:
+            self.journal.add_stored(file.key)
 
     def _lost(self, file: _File, error: KeyNotFoundError) -> Exception:
         return _LostUploadError(file.key) if file.is_resumed else error
 
     def _pace(self, nbytes: int) -> None:
         """Wait until the rate allows another part."""
-        if not self._rate:
+        if not self.rate_limit:
             return
         with self._counting:
             now = time.monotonic()
             start = max(now, self._next_start)
-            self._next_start = start + nbytes / self._rate
+            self._next_start = start + nbytes / self.rate_limit
         self._ending.wait(start - now)
 
     def _show(self, nbytes: int) -> None:
         with self._counting:
             self._shown += nbytes
             if nbytes:
-                self._progress(nbytes)
+                self.progress(nbytes)
