@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 
@@ -178,33 +178,29 @@ def _call_once(pending: list[Release]) -> None:
         pending.pop()()
 
 
+@dataclass(eq=False)
 class FileSequence:
     """Writes files one after the other; makes one durable while the next is being written.
 
     Use it as a context manager. If the block raises, incomplete files are removed and no thread uses a piece's memory
-    any more. Removing complete files is up to the caller.
+    any more. Removing complete files is up to the caller. ``point`` is called with "file" before a file is created and
+    "complete" before it is made durable.
     """
 
-    def __init__(
-        self,
-        backend: StorageBackend,
-        chunk_size: int,
-        executor: Executor,
-        timings: Timings,
-        point: Callable[[str], None],
-    ) -> None:
-        """``point`` is called with "file" before a file is created and "complete" before it is made durable."""
-        self._backend, self._chunk_size, self._executor, self._timings = backend, chunk_size, executor, timings
-        self._point = point
-        self._open: deque[FileWriter] = deque()
-        self._written: list[WrittenFile] = []
+    backend: StorageBackend
+    chunk_size: int
+    executor: Executor
+    timings: Timings
+    point: Callable[[str], None]
+    _open: deque[FileWriter] = field(default_factory=deque, init=False)
+    _written: list[WrittenFile] = field(default_factory=list, init=False)
 
     def create(self, image: FileImage) -> FileWriter:
         """Create the next file. The file before the last one is completed first."""
         if len(self._open) == _MAX_OPEN_FILES:
             self._finish_first()
-        self._point("file")
-        writer = FileWriter(self._backend, image, self._chunk_size, self._executor, self._timings)
+        self.point("file")
+        writer = FileWriter(self.backend, image, self.chunk_size, self.executor, self.timings)
         self._open.append(writer)
         return writer
 
@@ -216,7 +212,7 @@ class FileSequence:
 
     def _finish_first(self) -> None:
         self._open[0].wait()
-        self._point("complete")
+        self.point("complete")
         self._written.append(self._open[0].finish())
         self._open.popleft()
 
