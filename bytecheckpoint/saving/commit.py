@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 
 from ..checkpoint.attempts import remove_attempt
 from ..checkpoint.manifest_file import adopt, commit, read_manifest, remove_files, rest_of_deadline
@@ -49,35 +50,30 @@ _STEPS_BEFORE_COMMIT = SAVE_STEPS[: SAVE_STEPS.index("commit")]
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, kw_only=True)
 class SaveCommit:
     """The attempt of one save on one rank: its last steps, and its removal if they fail.
 
     Once rank 0 may have written the manifest, this rank's files may be part of a checkpoint and are never removed.
     """
 
-    def __init__(
-        self,
-        op: Operation,
-        backend: StorageBackend,
-        options: SaveRequest,
-        saves: SharedSaves,
-        share: SaveShare,
-        timings: Timings,
-        *,
-        is_new: bool,
-        is_async: bool,
-        upload: SaveUpload | None,
-    ) -> None:
-        self._op, self._backend, self._options, self._timings = op, backend, options, timings
-        self._saves = saves
-        self.data = backend
+    op: Operation
+    backend: StorageBackend
+    options: SaveRequest
+    saves: SharedSaves
+    share: SaveShare
+    timings: Timings
+    is_new: bool
+    is_async: bool
+    upload: SaveUpload | None
+
+    def __post_init__(self) -> None:
+        self.data = self.backend
         """Where the data files are."""
         self._begun = time.monotonic()
-        self.attempt, self._plan = share.attempt, share.planned.plan
-        self.chunk_size = options.chunk_size_for(share.planned.nbytes)
-        self._is_new, self._is_async = is_new, is_async
+        self.attempt, self._plan = self.share.attempt, self.share.planned.plan
+        self.chunk_size = self.options.chunk_size_for(self.share.planned.nbytes)
         self._steps: list[bytes] = []  # by rank, on rank 0
-        self._upload = upload
         self.manifest = b""  # once it is committed; with an upload
         self._may_exist = False  # the checkpoint
         self._is_committed = False  # by this rank
@@ -91,11 +87,11 @@ class SaveCommit:
 
     def confirm(self, written: WrittenFiles) -> list[list[WrittenFile]] | None:
         """Send rank 0 the checksums of this rank's files; on rank 0, return the files of every rank."""
-        if self._upload is not None:
-            self._upload.prepare(self.attempt)
-        self._op.check()  # no manifest is written without this rank's checksums, which it has not sent yet
-        self._may_exist = self._op.rank != 0
-        received = self._op.gather("written", pack_steps(self._timings) + pack_written(written.planned))
+        if self.upload is not None:
+            self.upload.prepare(self.attempt)
+        self.op.check()  # no manifest is written without this rank's checksums, which it has not sent yet
+        self._may_exist = self.op.rank != 0
+        received = self.op.gather("written", pack_steps(self.timings) + pack_written(written.planned))
         if received is None:
             return None
         assert self._plan is not None
@@ -111,9 +107,9 @@ class SaveCommit:
 
         Their hosts may have different folders at this path, and nothing could be loaded.
         """
-        root = parent_url(self._backend)
-        is_known = self._op.world_size == 1 or self._upload is not None or root in self._saves.shared_roots
-        if is_known or not isinstance(self._backend, LocalBackend):
+        root = parent_url(self.backend)
+        is_known = self.op.world_size == 1 or self.upload is not None or root in self.saves.shared_roots
+        if is_known or not isinstance(self.backend, LocalBackend):
             return
         give_up = time.monotonic() + _VISIBLE_S
         while True:
@@ -122,15 +118,15 @@ class SaveCommit:
                 (rank, one.key) for rank, own in enumerate(files) for one in own if sizes.get(one.key) != one.size
             ]
             if not unseen:
-                self._saves.shared_roots.add(root)
+                self.saves.shared_roots.add(root)
                 return
             if time.monotonic() > give_up:
                 break
             time.sleep(_VISIBLE_POLL_S)
-        (rank, key), host = unseen[0], self._op.host_of
+        (rank, key), host = unseen[0], self.op.host_of
         others = sorted({host(rank) for rank, _ in unseen})
         raise StorageError(
-            f"{self._backend.url} is not the same folder on all hosts: rank 0 on {host(0)} does not see {len(unseen)} "
+            f"{self.backend.url} is not the same folder on all hosts: rank 0 on {host(0)} does not see {len(unseen)} "
             f"file(s) that ranks on {', '.join(others[:5])} have written, such as {key} of rank {rank}. Nothing was "
             f"committed; save to a folder that all hosts share, or to local disks as a tier (docs/object-stores.md)"
         )
@@ -138,72 +134,72 @@ class SaveCommit:
     def commit(self, confirmed: Sequence[Sequence[WrittenFile]] | None) -> None:
         """Write the manifest, on rank 0; on the other ranks, wait until it is written."""
         if confirmed is None:
-            self.manifest = self._op.broadcast("committed", None)
+            self.manifest = self.op.broadcast("committed", None)
             if self.manifest:
                 self._is_unknown = True  # unless it is here, too: another machine has it
-                self._replaced = adopt(self._backend, self.manifest)
+                self._replaced = adopt(self.backend, self.manifest)
             return
         assert self._plan is not None
         manifest = build_manifest(
             self._plan,
             confirmed,
             attempt=self.attempt,
-            step=self._options.step,
-            metadata=dict(self._options.metadata),
+            step=self.options.step,
+            metadata=dict(self.options.metadata),
             library_version=VERSION,
             is_shared=self.is_shared,
             older=None if self.base is None else self.base.files,
         )
-        times = SaveTimes.of(self._timings, self._steps, is_async=self._is_async)
+        times = SaveTimes.of(self.timings, self._steps, is_async=self.is_async)
         manifest.save_times = times.to_document()
         data = encode(manifest)
         if self.is_shared:
-            self._saves.refer(self.attempt, manifest)
-        if self._upload is not None:
+            self.saves.refer(self.attempt, manifest)
+        if self.upload is not None:
             self.manifest = data
         try:
             with ExitStack() as held:
-                if self.is_shared and self._upload is None:
-                    lock, deadline_s = self._saves.committing if self._options.job else None, self._options.deadline_s
-                    held.enter_context(admitted(self._backend, manifest, lock=lock, patience_s=deadline_s))
-                self._replaced = commit(self._backend, data, is_new=self._is_new, admit=self._admit)
+                if self.is_shared and self.upload is None:
+                    lock, deadline_s = self.saves.committing if self.options.job else None, self.options.deadline_s
+                    held.enter_context(admitted(self.backend, manifest, lock=lock, patience_s=deadline_s))
+                self._replaced = commit(self.backend, data, is_new=self.is_new, admit=self._admit)
         except CommitUnknownError:
             raise
         except Exception as error:
             self._may_exist = False
             if isinstance(error, FilesGoneError):
-                self._saves.last_commit = None
+                self.saves.last_commit = None
             raise
         self._is_committed = True
         if self._replaced is not None:
-            self._saves.forget(self._replaced.attempt)
-        if self.is_shared and self._upload is None:
-            self._saves.last_commit = LastCommit.of(self._backend, manifest, data)
-        self._timings.point("commit.after")
+            self.saves.forget(self._replaced.attempt)
+        if self.is_shared and self.upload is None:
+            self.saves.last_commit = LastCommit.of(self.backend, manifest, data)
+        self.timings.point("commit.after")
         try:
-            self._op.broadcast("committed", self.manifest)
+            self.op.broadcast("committed", self.manifest)
         except ControlError as error:
-            _log.warning("%s is committed, but not every rank was notified: %s", self._backend.display_url, error)
+            _log.warning("%s is committed, but not every rank was notified: %s", self.backend.display_url, error)
 
     def _admit(self) -> None:
-        self._timings.point("commit.before")
-        self._op.check()
-        if self._upload is None:  # else the store is not asked before its own commit
-            self._options.guard()
+        self.timings.point("commit.before")
+        self.op.check()
+        if self.upload is None:  # else the store is not asked before its own commit
+            self.options.guard()
         self._may_exist = True
 
     def clean(self) -> None:
         """Remove the files of an overwritten checkpoint. Never raises: the new checkpoint is committed."""
         try:
-            with self._timings.step("clean"):
+            with self.timings.step("clean"):
                 if self._replaced is not None and self._replaced.attempt != self.attempt:
-                    if self._upload is not None:
-                        remove_superseded(self._upload.tier_folder, self._replaced.attempt)
-                    elif not (self._replaced.is_shared and self._options.job):  # whose manager sweeps
-                        remove_files_of(self._backend, self._replaced)
+                    if self.upload is not None:
+                        remove_superseded(self.upload.tier_folder, self._replaced.attempt)
+                    elif not (self._replaced.is_shared and self.options.job):  # whose manager sweeps
+                        remove_files_of(self.backend, self._replaced)
         except BaseException:  # noqa: BLE001 - the checkpoint is committed; housekeeping must not fail the save
             _log.warning(
-                "%s: cannot remove the overwritten checkpoint's files", self._backend.display_url, exc_info=True
+                "%s: cannot remove the overwritten checkpoint's files", self.backend.display_url, exc_info=True
             )
 
     # -- failures ------------------------------------------------------------------------------------------------
@@ -213,15 +209,15 @@ class SaveCommit:
 
         Rank 0 has put the manifest itself. Another rank, which has lost rank 0, reads the path.
         """
-        if self._op.rank == 0:
+        if self.op.rank == 0:
             return self._is_committed
         if not self._may_exist or not isinstance(error, ControlError) or _failed_before_commit(error):
             return False
-        if self._upload is not None:  # rank 0 may have committed on another machine
+        if self.upload is not None:  # rank 0 may have committed on another machine
             self._is_unknown = True
             return False
         try:
-            return read_manifest(self._backend).attempt == self.attempt
+            return read_manifest(self.backend).attempt == self.attempt
         except CheckpointError:
             return False
         except Exception:  # noqa: BLE001 - a storage plug-in may raise anything
@@ -234,10 +230,10 @@ class SaveCommit:
         That is the case if rank 0 is only late and may still commit, or if the manifest cannot be read here, or, with
         a tier, not be written here. Call ``exists_despite`` first.
         """
-        if not self._may_exist or self._op.rank == 0 or not (isinstance(error, DeadlineError) or self._is_unknown):
+        if not self._may_exist or self.op.rank == 0 or not (isinstance(error, DeadlineError) or self._is_unknown):
             return error
         unknown = CommitUnknownError(
-            f"{self._backend.url}: all data is written, but this rank could not confirm the commit: {error} Open the "
+            f"{self.backend.url}: all data is written, but this rank could not confirm the commit: {error} Open the "
             f"path to find out whether the checkpoint exists, or save again"
         )
         unknown.__cause__ = error
@@ -254,24 +250,24 @@ class SaveCommit:
         """
         if self.may_exist(error):
             return
-        if self._op.rank != 0:
+        if self.op.rank != 0:
             with rest_of_deadline(self.data, self._begun):
                 remove_files(self.data, keys)
             self._remove_folder()
             return
         # Other ranks may still be writing. A rank that writes later removes its own files, unless it is killed.
         is_late = isinstance(error, DeadlineError)
-        timeout_s = _SWEEP_AFTER_LATE_S if is_late else min(_SWEEP_AFTER_S, self._options.deadline_s)
-        self._op.wait_for_others_to_leave(timeout_s)
+        timeout_s = _SWEEP_AFTER_LATE_S if is_late else min(_SWEEP_AFTER_S, self.options.deadline_s)
+        self.op.wait_for_others_to_leave(timeout_s)
         with rest_of_deadline(self.data, self._begun):
             remove_attempt(self.data, self.attempt)
         self._remove_folder()
 
     def _remove_folder(self) -> None:
         """Remove the local folder of the checkpoint if nothing is in it."""
-        if isinstance(self._backend, LocalBackend):
+        if isinstance(self.backend, LocalBackend):
             with suppress(OSError):
-                os.rmdir(self._backend.url)
+                os.rmdir(self.backend.url)
 
 
 def _failed_before_commit(error: BaseException) -> bool:

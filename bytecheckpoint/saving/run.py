@@ -249,12 +249,12 @@ class SaveRun:
     def _begin_attempt(self, share: SaveShare) -> None:
         """From here on, a failure removes the files of this attempt."""
         self._commit = SaveCommit(
-            self.op,
-            self.backend,
-            self.options,
-            self.engine.shared,
-            share,
-            self.timings,
+            op=self.op,
+            backend=self.backend,
+            options=self.options,
+            saves=self.engine.shared,
+            share=share,
+            timings=self.timings,
             is_new=self._is_new,
             is_async=self.is_async,
             upload=self.upload,
