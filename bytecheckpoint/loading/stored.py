@@ -101,16 +101,17 @@ class SectionReader:
         if not is_stored:
             return OpenSection(name=section, is_stored=False, faults=self._missing_section(section))
         choices = RankChoices(
-            section,
-            self._options,
-            policies,
+            section=section,
+            options=self._options,
+            policies=policies,
             saved_world_size=self._manifest.world_size,
             rank=self._rank,
             world_size=self._world_size,
         )
         tensors = self._tensors(section, choices)
         values = list(self._index.values(section=section, ranks=choices.ranks))
-        shared = self._shared_values(section, {value.path: value.encoded for value in values if value.rank is None})
+        of_all = (value for value in values if value.rank is None)
+        shared = {value.path: value.encoded for value in of_all if self._selects(section, value.path)}
         own = self._own_values(section, choices, values)
         aliases = self._add_aliases(section, tensors)
         decoded = self._decoded(section, {**shared, **own})
@@ -191,10 +192,6 @@ class SectionReader:
                 if full_name.startswith(prefix):  # a rename may separate the two
                     aliases[alias] = full_name[len(prefix) :]
         return aliases
-
-    def _shared_values(self, section: str, encoded: Mapping[Path, bytes]) -> dict[Path, bytes]:
-        """Encoded values that all ranks share."""
-        return {path: one for path, one in encoded.items() if self._selects(section, path)}
 
     def _own_values(self, section: str, choices: RankChoices, values: Sequence[StoredValue]) -> dict[Path, bytes]:
         """Encoded values that were stored for single ranks, each from the rank that its policy selects."""
