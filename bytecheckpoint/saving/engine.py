@@ -150,7 +150,6 @@ class SaveEngine(IOEngine):
         self.plans = PlanCache()
         self.shared = SharedSaves()
         self.store_rates: dict[str, float] = {}
-        self._has_started = False
         super().__init__()
 
     @property
@@ -164,11 +163,9 @@ class SaveEngine(IOEngine):
         return max(0, min(self.cores, _MAX_COPY_THREADS) - 1)
 
     def start_threads(self) -> None:
-        """Start all threads that saves use, once. Raises ``ThreadError``."""
-        if not self._has_started:
-            for pool in (self.io, self.background, self.helpers, self.uploads):
-                pool.start()
-            self._has_started = True
+        """Start all threads that saves use, unless they have started. Raises ``ThreadError``."""
+        for pool in (self.io, self.background, self.helpers, self.uploads):
+            pool.start()
 
     def grow_arena(
         self, goal: int, prepare: Callable[[Block], None] | None = None, *, threads: int = 0
