@@ -35,27 +35,19 @@ def pack_numbers(values: Int64) -> dict[str, Any]:
     return {"w": width, "d": values.astype(_WIDTHS[width]).tobytes()}
 
 
-def unpack_numbers(what: str, column: object, count: int) -> Int64:
-    """Return the column of exactly ``count`` numbers below 2^63. ``what`` names it in errors."""
+def unpack_numbers(what: str, column: object, count: int | None = None) -> Int64:
+    """Return the column of ``count`` numbers below 2^63, or of however many it has. ``what`` names it in errors."""
     if not isinstance(column, dict) or set(column) != {"w", "d"}:
         raise FormatError(f"manifest column {what} is missing or not a column of numbers")
     width, data = column["w"], column["d"]
-    if type(width) is not int or width not in _WIDTHS or not isinstance(data, bytes) or len(data) != width * count:
-        size = len(data) if isinstance(data, bytes) else "no"
-        raise FormatError(f"manifest column {what}: {size} bytes of width {width!r:.40} are not {count} numbers")
+    is_column = type(width) is int and width in _WIDTHS and isinstance(data, bytes)
+    if not is_column or len(data) != width * (len(data) // width if count is None else count):
+        size, expected = len(data) if isinstance(data, bytes) else "no", "whole" if count is None else count
+        raise FormatError(f"manifest column {what}: {size} bytes of width {width!r:.40} are not {expected} numbers")
     values = np.frombuffer(data, _WIDTHS[width])
     if width == 8 and len(values) and int(values.max()) >= 1 << 63:
         raise FormatError(f"manifest column {what}: number {int(values.max())} is over 2^63-1")
     return values.astype(np.int64)
-
-
-def count_of(what: str, column: object) -> int:
-    """Return how many numbers a column has, for columns whose length no other column determines."""
-    width = column.get("w") if isinstance(column, dict) else None
-    data = column.get("d") if isinstance(column, dict) else None
-    if type(width) is not int or width not in _WIDTHS or not isinstance(data, bytes):
-        raise FormatError(f"manifest column {what} is missing or not a column of numbers")
-    return len(data) // width
 
 
 def pack_names(names: Sequence[str]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from ...tensors.dtypes import DTYPES, find_dtype
 from ...tensors.tables import BoxTable, Int64, TensorTable
 from ..msgpack_scan import unpack_maps, unpack_plain
 from .columns import (
-    count_of,
     fields,
     pack_choices,
     pack_names,
@@ -66,7 +65,8 @@ def unpack_payload(payload: bytes) -> Manifest:
         fields("tensors", top["tensors"], _TENSORS), [section.name for section in summary.sections]
     )
     column = fields("shards", top["shards"], _SHARDS)
-    total = count_of("shards.file", column["file"])
+    shard_file = unpack_numbers("shards.file", column["file"])
+    total = len(shard_file)
     if int(counts.max(initial=0)) > total or int(counts.sum()) != total:
         raise FormatError(f"manifest: the tensors have {counts.sum()} shards, but {total} are listed")
     tensor = np.repeat(np.arange(len(tensors), dtype=np.int64), counts)
@@ -82,7 +82,7 @@ def unpack_payload(payload: bytes) -> Manifest:
             unpack_numbers("shards.offsets", column["offsets"], coordinates),
             unpack_numbers("shards.lengths", column["lengths"], coordinates),
         ),
-        shard_file=unpack_numbers("shards.file", column["file"], total),
+        shard_file=shard_file,
         shard_offset=unpack_numbers("shards.offset", column["offset"], total),
         checksums=unpack_checksums("shards.checksums", column["checksums"]),
         aliases=_pairs(top, "aliases", "name", "target"),
@@ -205,14 +205,14 @@ def _unpack_frames(top: Mapping[str, Any], manifest: Manifest) -> FrameTable | N
     column = fields("frames", top["frames"], _FRAMES)
     found = fields("references", top["references"], ("name", "size"))
     names = unpack_names("references.name", found["name"])
-    count = count_of("frames.length", column["length"])
-    source = unpack_numbers("frames.source", column["source"], count)
+    length = unpack_numbers("frames.length", column["length"])
+    source = unpack_numbers("frames.source", column["source"], len(length))
     checksums = unpack_checksums("frames.checksums", column["checksums"])
-    if not (is_encoded(manifest.files.codec).any() or count or len(checksums) or names):
+    if not (is_encoded(manifest.files.codec).any() or len(length) or len(checksums) or names):
         return None
     return find_frames(
         manifest,
-        unpack_numbers("frames.length", column["length"], count),
+        length,
         checksums,
         source=source,
         offset=unpack_numbers("frames.offset", column["offset"], int(np.count_nonzero(source))),
