@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ..checkpoint.attempts import new_attempt
 from ..checkpoint.discovery import Listing, list_checkpoints, newest_listed
 from ..checkpoint.location import Location
 from ..checkpoint.manifest_file import read_manifest
@@ -209,10 +209,10 @@ def _layout(name: str, manifest: Manifest) -> dict[str, Any]:
 def measure_floor(root: StorageBackend) -> dict[str, float]:
     """Write an object, make it durable, read it and remove it. Return the bytes per second of ``write`` and ``read``.
 
-    Several threads move large pieces of aligned memory, which bypass the page cache where the store allows it. Raises
-    ``StorageError``.
+    Several threads move large pieces of aligned memory, which bypass the page cache where the store allows it. If this
+    process is killed, ``bcp clean`` finds the object, as that of a failed attempt. Raises ``StorageError``.
     """
-    key = f"floor-{secrets.token_hex(8)}"
+    key = f"{new_attempt()}/floor"
     pieces = [mmap.mmap(-1, _FLOOR_PIECE) for _ in range(_FLOOR_THREADS)]
     for piece in pieces:
         piece[:] = os.urandom(_FLOOR_PIECE)  # a file system may store zeros as nothing

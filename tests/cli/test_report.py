@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from warm_python import warm_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import report, report_data
@@ -22,6 +24,7 @@ from bytecheckpoint.cli.report_data import TimedOperation
 from bytecheckpoint.cli.report_traces import trace_operations
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.telemetry import TraceFiles, merge_traces
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 _ECHARTS = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
@@ -217,6 +220,26 @@ def test_a_floor_is_measured_below_the_root(
     assert f"<td class=n>{share:.0%}</td>" in text
     assert "This machine writes" in text
     assert bcp_command("report", traces, "--floor").code == 2
+
+
+_KILLED = """
+import os, signal, sys
+from bytecheckpoint.cli import report_data
+from bytecheckpoint.storage_backends import open_backend
+report_data._FLOOR_PIECE, report_data._FLOOR_BYTES = 1 << 20, 4 << 20
+os.fdatasync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+report_data.measure_floor(open_backend(sys.argv[1]))
+"""
+
+
+def test_the_file_of_a_floor_whose_command_is_killed_can_be_removed(
+    tmp_path: Path, bcp_command: Callable[..., Any]
+) -> None:
+    done = warm_python().run(["-c", _KILLED, str(tmp_path)], timeout=time_limit(120))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list(open_backend(tmp_path).list())
+    assert bcp_command("clean", tmp_path, "--yes", "--older-than", 0).code == 0
+    assert list(open_backend(tmp_path).list()) == []
 
 
 @pytest.mark.parametrize("url", ["memory://floors", "missing"])
