@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -26,6 +27,7 @@ from ...runtime.threads import run_daemon
 from .checkpoint_engine_update import Handle, Update, zeromq
 from .engine_model import EngineModel
 from .engines.base import split_target
+from .engines.rpc import PauseMode
 from .engines.vllm import HttpEngine
 from .layout import align
 from .messages import decode
@@ -54,7 +56,10 @@ class IpcEngine(HttpEngine):
         devices: The names of the workers' devices, "GPU-<uuid>" each; by default all GPUs that this process sees.
         bucket_bytes: The size of each of two buckets, on every GPU and in pinned host memory. A larger tensor needs
             larger buckets.
-        **options: ``pause``, ``headers``, ``token`` and ``ssl_context``, as for ``HttpEngine``.
+        pause: What happens to running requests; see ``HttpEngine``.
+        headers: Sent with every request, for a proxy that authenticates.
+        token: Sent as ``Authorization: Bearer``.
+        ssl_context: Verifies a server with https.
 
     Raises:
         UsageError: No device is named, or one is named twice.
@@ -64,9 +69,17 @@ class IpcEngine(HttpEngine):
     _extension = "checkpoint_engine.worker.VllmColocateWorkerExtension"
 
     def __init__(
-        self, url: str, *, devices: Sequence[str] | None = None, bucket_bytes: int = _BUCKET_BYTES, **options: Any
+        self,
+        url: str,
+        *,
+        devices: Sequence[str] | None = None,
+        bucket_bytes: int = _BUCKET_BYTES,
+        pause: PauseMode = "wait",
+        headers: Mapping[str, str] | None = None,
+        token: str | None = None,
+        ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(url, **options)
+        super().__init__(url, pause=pause, headers=headers, token=token, ssl_context=ssl_context)
         zeromq()
         named = list(visible_gpus() if devices is None else devices)
         if not named or len(set(named)) < len(named):
