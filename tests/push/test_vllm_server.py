@@ -226,8 +226,11 @@ def test_joins_of_other_layouts_while_an_engine_goes_on(server: str, tmp_path: P
         os.kill(ask(HttpEngine(stages), "state", {}, time_limit(60))[1]["pid"], signal.SIGKILL)
         # An error of the first request after it, or of a later one when the server has noticed. vLLM never replies to
         # one that arrives while it shuts down.
-        with pytest.raises((EngineError, DeadlineError), match=stages) as failed:
-            pusher.push(made("llama", 7), version=7)
+        with (
+            Pusher(HttpEngine(stages), deadline_s=time_limit(10)) as impatient,
+            pytest.raises((EngineError, DeadlineError), match=stages) as failed,
+        ):
+            impatient.push(made("llama", 7), version=7)
         if isinstance(failed.value, EngineError):
             assert "its workers was killed or failed, and its log has" in str(failed.value)
     assert tokens_of(server) == reference_tokens(made("llama", 8))

@@ -71,7 +71,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[str]:
         with contextlib.suppress(ProcessLookupError):  # a test may have killed it
             os.killpg(process.pid, signal.SIGTERM)
         try:
-            process.wait(time_limit(60))
+            process.wait(time_limit(10))
         except subprocess.TimeoutExpired:  # vLLM waits for replies that never come
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
