@@ -6,6 +6,7 @@ and the housekeeping of new jobs run in the middle of copies.
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -235,15 +236,17 @@ class Transfers(SharedFiles):
                 handle.uploaded()
         session_of().engine.uploads.submit(int).result()  # the failed upload has ended
         staged = open_tier(self.folder / "tier", open_backend(f"{self.root}/{name}"))
+        is_staged = number_at(staged) == self.number
+        references = decode(staged.get(MANIFEST_KEY)).references.name if is_staged else ()
+        self.uploads.pop(name, None)
+        if is_staged:
+            self.uploads[name] = self._saved(step), self.passed_s, references
         if self._number_of(name) == self.number:
             self._committed(name)
-            self.uploads.pop(name, None)
+            self._end_upload(name, self._unfinished())
         else:
-            references = decode(staged.get(MANIFEST_KEY)).references.name if number_at(staged) == self.number else ()
             stored = {stat.key for stat in self.raw.list(f"{OBJECTS}/")}
             assert how or any(f"{OBJECTS}/{reference}" not in stored for reference in references)
-            if number_at(staged) == self.number:
-                self.uploads[name] = self._saved(step), self.passed_s, references
 
     @precondition(lambda self: self.uploads)
     @rule(how=st.sampled_from(["", "", "fail", "fail once", "kill"]), at=OF_A_TRANSFER)
@@ -278,22 +281,34 @@ class Transfers(SharedFiles):
             finish_upload(one)
         self._end_uploads(is_complete=True)
 
+    def _end_upload(self, name: str, unfinished: set[str]) -> None:
+        """One that could not remove its record is continued. If the checkpoint was removed since, it may be uploaded
+        again."""
+        upload = self.uploads.pop(name, None)
+        if upload and name in unfinished:
+            self.uploads[name] = upload[0], -math.inf, upload[2]
+
+    def _unfinished(self) -> set[str]:
+        return {Path(one.path).name for one in unfinished_uploads(str(self.folder / "tier"))}
+
     def _end_uploads(self, *, is_complete: bool) -> None:
-        unfinished = {Path(one.path).name for one in unfinished_uploads(str(self.folder / "tier"))}
+        unfinished = self._unfinished()
         assert not is_complete or not unfinished
         stored = {stat.key for stat in self.raw.list(f"{OBJECTS}/")}
+        # One that was repeated may have brought files back that another one had missed.
+        is_repeated = any(when == -math.inf for _, when, _ in self.uploads.values())
         for name, (saved, when, references) in [*self.uploads.items()]:
             before, number = self.seen.get(name), self._number_of(name)
             is_replaced = before is not None and before.number > saved.number
             if number == saved.number:
                 assert not is_replaced
                 self.seen[name] = saved
-                del self.uploads[name]
+                self._end_upload(name, unfinished)
             else:
                 assert number == (before and before.number)
                 if name not in unfinished:
                     has_lost = any(f"{OBJECTS}/{reference}" not in stored for reference in references)
-                    assert is_replaced or has_lost or self.passed_s > when
+                    assert is_replaced or has_lost or is_repeated or self.passed_s > when
                     del self.uploads[name]
 
     # ----------------------------------------------------------------------------------------------------------------
