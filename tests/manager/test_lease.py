@@ -37,6 +37,7 @@ from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
 
 INTERVAL_S = 0.1
+LIVING_S = time_limit(0.1)  # of a holder that must not seem dead while other processes use the machine
 
 HERE = PeerIdentity.of_this_process(0)
 ELSEWHERE = replace(HERE, host="elsewhere", boot_id="another machine")
@@ -85,7 +86,7 @@ def test_no_thread_of_the_process_takes_a_lease_over_that_is_acquired_or_release
 
 
 def test_a_held_lease_is_refused_until_it_is_released(backend: StorageBackend) -> None:
-    first = Lease.acquire(backend, ELSEWHERE, interval_s=INTERVAL_S)
+    first = Lease.acquire(backend, ELSEWHERE, interval_s=LIVING_S)
     with pytest.raises(RootInUseError, match=rf"in use by job {first.job.hex()} \(process {HERE.pid} on elsewhere"):
         Lease.acquire(backend, HERE, interval_s=INTERVAL_S)
     first.check()
@@ -150,7 +151,7 @@ class Unconditional(FaultyBackend):
 def test_a_lease_that_is_away_for_a_moment_is_not_released(backend: StorageBackend, nth: int) -> None:
     """A mount renames a heartbeat into its place by removing the old one, and copying."""
     away = FaultRule("get", LEASE_KEY, nth=nth, error=KeyNotFoundError("no such object"))
-    with closing(Lease.acquire(backend, ELSEWHERE, interval_s=INTERVAL_S)) as first:
+    with closing(Lease.acquire(backend, ELSEWHERE, interval_s=LIVING_S)) as first:
         with pytest.raises(RootInUseError, match="in use by job"):
             Lease.acquire(Unconditional(backend, [away]), HERE, interval_s=INTERVAL_S).close()
         assert away.matched > nth
@@ -206,7 +207,7 @@ def test_a_job_of_the_same_name_does_not_take_a_living_holder_over(
     """Two jobs may have one ``--rdzv-id``, and a later restart of one of them on another host means nothing."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    held = Lease.acquire(backend, ELSEWHERE, interval_s=INTERVAL_S)
+    held = Lease.acquire(backend, ELSEWHERE, interval_s=LIVING_S)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     with pytest.raises(RootInUseError, match="is in use by"):
         Lease.acquire(backend, HERE, interval_s=INTERVAL_S)
