@@ -201,6 +201,20 @@ def test_a_worker_stopped_while_it_loads(engine: ToyEngine, pool: RankPool, opti
     _assert_serves(engine, 3)
 
 
+def test_a_worker_that_raises_while_another_one_is_stopped(engine: ToyEngine, pool: RankPool) -> None:
+    """The other one may wait for it in a collective, so the error names the one that raises."""
+    stopped = engine.look()["pids"][0]
+    engine.fault(0, "SIGSTOP", 2)
+    engine.fault(1, "raise", 2)
+    raised = pool.run(_fail, engine.url, WHOLE, 4.0)
+    try:
+        assert all("the layer does not fit" in message for _, message in raised)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    pool.run(_push_and_look, engine.url, [3], WHOLE)
+    _assert_serves(engine, 3)
+
+
 def test_a_worker_that_is_busy_when_the_push_begins(engine: ToyEngine, pool: RankPool) -> None:
     """The worker handles the request after the sender has gone, and must not wait for it."""
     stopped = engine.look()["pids"][0]

@@ -15,6 +15,7 @@ from bytecheckpoint.errors import MismatchError
 from bytecheckpoint.inference.push import Pusher
 from bytecheckpoint.inference.push.engine_model import EngineModel
 from bytecheckpoint.inference.push.engines.base import Engine
+from bytecheckpoint.inference.push.messages import PROTOCOL, decode, encode
 from bytecheckpoint.inference.push.receiver import Receiver
 from bytecheckpoint.testing import time_limit
 
@@ -178,3 +179,30 @@ def test_stages_send_to_other_stages(engine: _Engine) -> None:
         with _engine(stages) as joining, Pusher(joining, deadline_s=time_limit(20)) as pusher:
             assert pusher.push(engine).version == 5
             assert joining.serves(_tensors(5))
+
+
+def test_a_failed_return_to_the_start_weights_is_not_forgotten(
+    engine: _Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is repeated finds that nothing can be loaded any more."""
+
+    def ask(kind: str, **message: str) -> list[dict[str, Any]]:
+        request = encode({"kind": kind, "nonce": "n", "protocol": PROTOCOL, **message})
+        return [decode(answer) for answer in engine.call(request, time_limit(20))]
+
+    with Pusher(engine, deadline_s=time_limit(20)) as pusher:
+        pusher.push({"model": _tensors(1)})
+    tries = {model: iter([True, False]) for model in engine.models}
+
+    def restore(model: _Stage) -> bool:
+        if next(tries[model]):
+            raise OSError("the disk is broken")
+        return False
+
+    monkeypatch.setattr(_Stage, "restore", restore)
+    transaction = ask("status")[0]["transaction"]
+    assert all(
+        "the disk is broken" in answer["failure"]["message"] for answer in ask("revert", transaction=transaction)
+    )
+    assert not any("failure" in answer for answer in ask("revert", transaction=transaction))
+    assert all("was reverted" in answer["inconsistent_reason"] for answer in ask("status"))

@@ -109,3 +109,17 @@ def test_weights_that_vllm_reloads(worker: tuple[Any, nn.Module]) -> None:
     assert serving.was_replaced()
     serving.load(_weights(3))
     assert not serving.was_replaced()
+
+
+def test_start_weights_are_loaded_again_after_a_failure(
+    worker: tuple[Any, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = iter([("model.other", torch.zeros(1))])
+    loader = SimpleNamespace(get_all_weights=lambda config, model: next(found))
+    found = iter([broken, _weights(1)])
+    monkeypatch.setattr("bytecheckpoint.inference.vllm.model.get_model_loader", lambda config: loader)
+    serving = VllmModel(*worker)
+    serving.load(_weights(2))
+    with pytest.raises(ValueError, match="no module or parameter"):
+        serving.restore()
+    assert serving.restore()

@@ -99,7 +99,7 @@ class Update:
         """Send each worker its handle, when all have connected."""
         for worker in self._workers:
             late = "did not begin an update", "is the engine busy, or stopped, or on another host?"
-            self._await(worker, self._zmq.POLLOUT, *late)
+            self._await([worker], self._zmq.POLLOUT, *late)
         for worker, handle in zip(self._workers, handles, strict=True):
             self._send(worker, handle)
 
@@ -111,13 +111,12 @@ class Update:
 
     def wait(self) -> None:
         """Wait for all owed answers. Raises the first failure that a worker reports."""
-        for worker in self._workers:
-            if worker.owes_answer:
-                self._await(worker, self._zmq.POLLIN, "did not answer", "is its process stopped?")
-                text = worker.socket.recv_multipart()[-1].decode(errors="replace")
-                worker.owes_answer = False
-                if text:
-                    raise EngineError(f"{self._named(worker)} failed:\n{text[-_MAX_TEXT:].rstrip()}")
+        while owing := [worker for worker in self._workers if worker.owes_answer]:
+            worker = self._await(owing, self._zmq.POLLIN, "did not answer", "is its process stopped?")
+            text = worker.socket.recv_multipart()[-1].decode(errors="replace")
+            worker.owes_answer = False
+            if text:
+                raise EngineError(f"{self._named(worker)} failed:\n{text[-_MAX_TEXT:].rstrip()}")
 
     def finish(self) -> str:
         """End an update after the workers' last answers. Returns the error in the engine's own answer, if any."""
@@ -160,17 +159,23 @@ class Update:
             return str(error or "")
         return f"{type(error).__name__}: {error}"
 
-    def _await(self, worker: _Worker, event: int, late: str, hint: str) -> None:
-        """Wait for an event on a worker's socket. Raises ``EngineError`` for a worker that is gone, and
-        ``DeadlineError``."""
+    def _await(self, workers: Sequence[_Worker], event: int, late: str, hint: str) -> _Worker:
+        """Return the first worker with an event on its socket: the failure of one may keep others from answering.
+
+        Raises ``EngineError`` for a worker that is gone, and ``DeadlineError``.
+        """
         end = min(time.monotonic() + self._patience_s, self._end)
-        while not worker.socket.poll(1000 * _POLL_S, event):
-            is_connected = worker.socket.poll(0, self._zmq.POLLOUT)
-            may_come = is_connected or not (worker.has_begun or self._request.done())
-            if not may_come and not worker.socket.poll(0, event):
-                raise EngineError(f"{self._named(worker)} takes no part in the update")
+        while True:
+            for worker in workers:
+                is_connected = worker.socket.poll(0, self._zmq.POLLOUT)
+                may_come = is_connected or not (worker.has_begun or self._request.done())
+                if worker.socket.poll(0, event):
+                    return worker
+                if not may_come:
+                    raise EngineError(f"{self._named(worker)} takes no part in the update")
             if time.monotonic() >= end:
-                raise DeadlineError(f"{self._named(worker)} {late} within {self._patience_s:.3g} s; {hint}")
+                raise DeadlineError(f"{self._named(workers[0])} {late} within {self._patience_s:.3g} s; {hint}")
+            workers[0].socket.poll(1000 * _POLL_S, event)
 
     def _send(self, worker: _Worker, message: Any) -> None:
         with suppress(self._zmq.Again):  # it is gone, and the wait for its answer ends

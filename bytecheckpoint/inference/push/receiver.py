@@ -345,10 +345,11 @@ class Receiver:
         if versions.before is not None:
             self._return(reason)
             return
-        self._inconsistent_reason = reason  # stays if `restore` raises
-        if self._restore():
+        known, self._inconsistent_reason = self._inconsistent_reason, reason  # stays if `restore` raises
+        is_restored = self._restore()
+        if is_restored:
             versions.revert()
-        self._inconsistent_reason = ""
+        self._inconsistent_reason = "" if is_restored else known
 
     def _on_finish(self, message: Mapping[str, Any]) -> None:
         """All senders of a stream have finished."""

@@ -201,8 +201,9 @@ class VllmModel(EngineModel):
         loader = get_model_loader(self._config.load_config)
         if not self._served_own or not hasattr(loader, "get_all_weights"):
             return False
+        self._serves_own = True  # also before this load: after a failure, it can be tried again
         self._reload(self._with_tied(iter(loader.get_all_weights(self._config.model_config, self.module))))
-        self._serves_own = self._served_own = True
+        self._serves_own = True
         return True
 
     def asleep(self) -> Collection[str]:
